@@ -1,0 +1,3 @@
+"""AgentENV: isolated Linux computers (microVMs) for AI agents."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,74 @@
+"""Configuration: TOML file, then ``AENV_*`` environment variables, which win."""
+
+import os
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+DEFAULT_CONFIG_FILE = Path("/etc/aenv/config.toml")
+
+
+class Settings(BaseSettings):
+    """One node's settings. Sizes are MiB, times are seconds, unless a name says otherwise.
+
+    The TOML file is the one named by ``AENV_CONFIG``, else ``/etc/aenv/config.toml`` when it exists; its keys are
+    the field names below, and each field ``x`` can be overridden by ``AENV_X``.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="AENV_", extra="forbid")
+
+    home: Path = Field(Path("/var/lib/aenv"), description="State: database, templates, sandboxes' disks")
+    runtime: Path = Field(Path("/run/aenv"), description="Transient state: sockets; may be a tmpfs")
+
+    host: str = Field("0.0.0.0", description="Address the API and the proxy listen on")
+    port: int = Field(8000, ge=0, le=65535, description="Port the API and the proxy listen on")
+    domain: str = Field("localhost", description="Domain of {port}-{sandboxID}.{domain} hosts")
+    api_key: str | None = Field(None, description="API key; generated into $AENV_HOME/api-key when unset")
+
+    vmm: Literal["auto", "qemu"] = Field("auto", description="Hypervisor; auto picks the best that works")
+    accelerator: Literal["auto", "kvm", "tcg"] = Field("auto", description="auto probes by booting the kernel")
+    qemu: str = Field("qemu-system-x86_64", description="QEMU system emulator, 10 or newer")
+    kernel: Path | None = Field(None, description="Guest kernel (ELF); taken from its package when unset")
+    envd: Path | None = Field(None, description="Guest daemon binary; found beside the package when unset")
+
+    default_vcpus: int | None = Field(None, ge=1, le=32, description="vCPUs of a template; 2 on KVM, 1 on TCG")
+    default_memory: int = Field(512, ge=128, le=65536, description="Memory of a template, MiB")
+    default_disk: int = Field(4096, ge=1024, le=1 << 20, description="Virtual size of the root disk, MiB")
+
+    max_sandboxes: int = Field(256, ge=1, description="Running sandboxes at once on this node")
+    max_fork: int = Field(16, ge=1, le=100, description="Children of one fork call")
+    max_timeout: int = Field(24 * 3600, ge=1, description="Longest time to live a caller may ask for, seconds")
+    warm_vms: int = Field(4, ge=0, le=64, description="VMM processes spawned ahead, each with its network slot")
+    warm_slots: int = Field(16, ge=0, le=256, description="Network slots made ahead")
+    start_timeout: float = Field(60.0, gt=0, description="How long a restored guest may take to answer, seconds")
+    boot_timeout: float = Field(180.0, gt=0, description="How long a cold boot may take, seconds")
+    reserve_memory: int = Field(512, ge=0, description="Host memory kept free; below it creation is refused, MiB")
+    reserve_disk: int = Field(1024, ge=0, description="Disk kept free under home, MiB")
+
+    slot_cidr: str = Field("10.231.0.0/16", description="Addresses of network slots on the host side")
+    slot_prefix: str = Field("aenv", pattern=r"^[a-z][a-z0-9]{0,5}$", description="Prefix of namespaces, interfaces")
+    always_allow: list[str] = Field(default_factory=list, description="Private ranges guests may reach, CIDRs")
+    dns: list[str] = Field(default_factory=lambda: ["1.1.1.1", "8.8.8.8"], description="Guests' resolvers")
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["auto", "console", "json"] = Field("auto", description="auto: console on a terminal")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        named = os.environ.get("AENV_CONFIG")
+        file = Path(named) if named else DEFAULT_CONFIG_FILE
+        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls, toml_file=file)

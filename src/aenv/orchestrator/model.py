@@ -1,0 +1,133 @@
+"""What a sandbox is: plain values shared by the lifecycle, the store and the API. No I/O."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+
+
+class SandboxState(StrEnum):
+    """Life of a sandbox. Only ``RUNNING`` and ``PAUSED`` are stable; the others are journalled transitions.
+
+    A transition is written to the store before its first side effect, so that a restart knows what to
+    finish or undo (see ``aenv.orchestrator.recovery``).
+    """
+
+    STARTING = "starting"  # create or fork child: no VM of its own yet, undone by deleting
+    RUNNING = "running"
+    PAUSING = "pausing"  # VM stopped or being captured; undone by letting it run on
+    PAUSED = "paused"
+    RESUMING = "resuming"  # undone by going back to the snapshot
+    DELETING = "deleting"  # always finished, never undone
+
+    @property
+    def public(self) -> str:
+        """The state as E2B's API knows it: ``running`` or ``paused``."""
+        return "paused" if self in (SandboxState.PAUSED, SandboxState.RESUMING) else "running"
+
+
+@dataclass(frozen=True, slots=True)
+class Egress:
+    """Where a sandbox may send traffic. Entries are CIDR blocks or IP addresses; allowed ones win."""
+
+    allow_internet: bool | None = None
+    allow_out: tuple[str, ...] = ()
+    deny_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxSpec:
+    """What a caller asks for when creating a sandbox. ``timeout`` is in seconds."""
+
+    template: str
+    timeout: int
+    auto_pause: bool = True
+    auto_resume: bool = False
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    env_vars: Mapping[str, str] = field(default_factory=dict)
+    secure: bool = False
+    egress: Egress = Egress()
+    allow_public_traffic: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Sandbox:
+    """One sandbox as the store records it. Times are timezone-aware UTC; sizes are MiB."""
+
+    id: str
+    template_id: str
+    template_alias: str | None
+    state: SandboxState
+    started_at: datetime
+    end_at: datetime
+    timeout: int
+    auto_pause: bool
+    auto_resume: bool
+    metadata: Mapping[str, str]
+    env_vars: Mapping[str, str]
+    envd_access_token: str | None  # set when the sandbox is ``secure``
+    traffic_access_token: str | None  # set when public traffic is not allowed
+    egress: Egress
+    vcpus: int
+    memory_mib: int
+    disk_mib: int
+    envd_version: str
+    parent_id: str | None = None  # the sandbox this one was forked from
+    snapshot_id: str | None = None  # what it was started or last resumed from, or is paused in
+    disk: str | None = None  # id of its writable disk layer
+    vm_id: str | None = None  # set while a VM process belongs to it
+    slot: int | None = None  # network slot index while a VM process belongs to it
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxFilter:
+    """Which sandboxes a listing wants. Empty ``states`` means all public states; metadata must match exactly."""
+
+    states: frozenset[str] = frozenset()  # of "running", "paused"
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    template: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxPage:
+    """One page of a listing; ``next_token`` is opaque and None on the last page."""
+
+    items: tuple[Sandbox, ...]
+    next_token: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ForkOutcome:
+    """What became of one requested child: exactly one of the two is set."""
+
+    sandbox: Sandbox | None = None
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A committed template: a snapshot that sandboxes start from. Sizes are MiB."""
+
+    id: str
+    build_id: str
+    aliases: tuple[str, ...]
+    snapshot_id: str
+    vcpus: int
+    memory_mib: int
+    disk_mib: int
+    envd_version: str
+    created_at: datetime
+    updated_at: datetime
+    spawn_count: int = 0
+    last_spawned_at: datetime | None = None
+    start_cmd: str = ""
+    ready_cmd: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Upstream:
+    """Where the proxy finds a running sandbox's guest."""
+
+    sandbox: Sandbox
+    host: str  # address at which the node reaches the guest, any port
+    generation: int  # grows with every resume: connections of an older generation must not be reused
