@@ -75,6 +75,7 @@ class Sandbox:
     parent_id: str | None = None  # the sandbox this one was forked from
     snapshot_id: str | None = None  # what it was started or last resumed from, or is paused in
     disk: str | None = None  # id of its writable disk layer
+    memory_base: str | None = None  # the memory file its VM maps; what it captures is relative to that
     vm_id: str | None = None  # set while a VM process belongs to it
     slot: int | None = None  # network slot index while a VM process belongs to it
 

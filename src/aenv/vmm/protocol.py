@@ -105,6 +105,9 @@ class Vm(Protocol):
         Raises CapacityError when the disk is full; the VM is unchanged then.
         """
 
+    async def disk(self) -> Path:
+        """The file that the root disk writes to now, asked from the process itself."""
+
     async def rebase_disk(self, overlay: Path) -> None:
         """Freeze the present root disk file and continue on a new, empty overlay created at ``overlay``."""
 

@@ -1,0 +1,182 @@
+"""Puts a node together from its settings: every object, in the order they start and stop."""
+
+import contextlib
+import fcntl
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from aenv.client.guest import GuestClient
+from aenv.config import Settings
+from aenv.errors import AenvError, ConflictError
+from aenv.guest.artifacts import GuestArtifacts, ensure_base_rootfs, ensure_kernel_and_initramfs
+from aenv.network.pool import SlotPool
+from aenv.network.settings import NetworkSettings
+from aenv.orchestrator.capacity import Capacity
+from aenv.orchestrator.checkpoint import Checkpoints
+from aenv.orchestrator.machines import Machine, Machines
+from aenv.orchestrator.model import SandboxState
+from aenv.orchestrator.node import Node
+from aenv.orchestrator.pool import VmPool
+from aenv.orchestrator.recovery import find_vms, recover
+from aenv.orchestrator.store import Store
+from aenv.storage.layout import Layout
+from aenv.template.builder import TemplateBuilder
+from aenv.vmm.choice import choose_vmm
+from aenv.vmm.protocol import Accelerator, MachineShape, Vmm
+
+log = structlog.get_logger()
+
+BASE = "base"  # alias of the default template, as in E2B
+
+Progress = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class Running:
+    """A started node."""
+
+    node: Node
+    store: Store
+    vmm: Vmm
+    pool: VmPool
+
+
+def find_envd(settings: Settings) -> Path:
+    """The guest daemon's binary: configured, beside the package in a checkout, or installed. AenvError if none."""
+    checkout = Path(__file__).parents[2] / "envd/target/x86_64-unknown-linux-gnu/release/envd"
+    candidates = [settings.envd] if settings.envd else [checkout, Path("/usr/lib/aenv/envd")]
+    for path in candidates:
+        if path.is_file():
+            return path
+    raise AenvError(
+        f"The guest daemon was not found at {' or '.join(map(str, candidates))}.",
+        "Build it with `make envd`, or point AENV_ENVD at the binary.",
+    )
+
+
+@contextlib.contextmanager
+def exclusive(layout: Layout) -> AsyncIterator[None]:  # type: ignore[misc]
+    """Hold the home: two servers on one home would undo each other's work. Raises ConflictError."""
+    descriptor = os.open(layout.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConflictError(
+                f"Another aenv-server runs on {layout.home}.", "Stop it, or use another AENV_HOME."
+            ) from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def default_shape(settings: Settings, accelerator: Accelerator) -> MachineShape:
+    """One vCPU under emulation, where a second one only adds translation work; two with KVM (as E2B)."""
+    vcpus = settings.default_vcpus or (1 if accelerator is Accelerator.TCG else 2)
+    return MachineShape(vcpus=vcpus, memory_mib=settings.default_memory)
+
+
+@asynccontextmanager
+async def running_node(settings: Settings, progress: Progress, *, pause_all: bool = False) -> AsyncIterator[Running]:
+    """A node whose sandboxes of the previous life are recovered and whose ``base`` template exists.
+
+    On exit running VMs are left running, or paused first with ``pause_all``.
+    """
+    layout = Layout(settings.home, settings.runtime)
+    layout.create()
+    async with AsyncExitStack() as stack:
+        stack.enter_context(exclusive(layout))
+        artifacts = await ensure_kernel_and_initramfs(
+            settings.home, find_envd(settings), kernel=settings.kernel, progress=progress
+        )
+        vmm = await choose_vmm(settings, artifacts.kernel, artifacts.initramfs, progress=progress)
+        store = Store(layout.database)
+        stack.callback(store.close)
+        vms = await find_vms(store, vmm)
+        slots = SlotPool(network_settings(settings), settings.warm_slots)
+        used = {s.slot for s in store.sandboxes.rows.values() if s.id in vms and s.slot is not None}
+        await slots.start(used)
+        stack.push_async_callback(slots.close)
+        guests = GuestClient()
+        stack.push_async_callback(guests.close)
+        shape = default_shape(settings, vmm.fingerprint.accelerator)
+        pool = VmPool(vmm, slots, shape, settings.warm_vms)
+        stack.push_async_callback(pool.close)
+
+        capacity = Capacity(settings)
+        node: Node | None = None
+
+        def on_death(machine: Machine, reason: str) -> None:
+            if node is not None:
+                node.machine_died(machine, reason)
+
+        machines = Machines(settings, layout, store, pool, slots, guests, vmm.fingerprint, on_death)
+        checkpoints = Checkpoints(layout, store, machines, vmm.fingerprint)
+        node = Node(settings, store, machines, checkpoints, capacity)
+        for sandbox in await recover(store, layout, slots, machines, capacity, vms):
+            node.expiry.watch(sandbox)
+        checkpoints.collect_garbage()
+        await ensure_base(settings, layout, store, vmm, slots, guests, shape, artifacts, progress)
+        pool.start()
+        stack.push_async_callback(_close, node, pause_all)
+        yield Running(node, store, vmm, pool)
+
+
+async def _close(node: Node, pause_all: bool) -> None:
+    await node.close(pause_all=pause_all)
+
+
+def network_settings(settings: Settings) -> NetworkSettings:
+    return NetworkSettings(
+        prefix=settings.slot_prefix,
+        pool_cidr=settings.slot_cidr,
+        always_allow=tuple(settings.always_allow),
+        runtime_dir=settings.runtime,
+    )
+
+
+async def ensure_base(
+    settings: Settings,
+    layout: Layout,
+    store: Store,
+    vmm: Vmm,
+    slots: SlotPool,
+    guests: GuestClient,
+    shape: MachineShape,
+    artifacts: GuestArtifacts,
+    progress: Progress,
+) -> None:
+    """Build the ``base`` template unless this node has one that it can run.
+
+    One that was captured by another VMM or kernel loses the alias to the new build; what was made from it stays.
+    """
+    for template in list(store.templates.rows.values()):
+        if BASE not in template.aliases:
+            continue
+        snapshot = store.snapshots[template.snapshot_id]
+        problems = snapshot.fingerprint.mismatches(vmm.fingerprint)
+        if not problems and template.envd_version == artifacts.envd_version:
+            return
+        progress(f"rebuilding the {BASE} template: {'; '.join(problems) or 'envd is newer'}")
+        with store.transaction():
+            store.templates.delete(template.id)
+    progress(f"building the {BASE} template")
+    rootfs = await ensure_base_rootfs(settings.home, size_mib=settings.default_disk, progress=progress)
+    builder = TemplateBuilder(settings, layout, store, vmm, slots, guests, progress)
+    built = await builder.from_rootfs(rootfs, [BASE], shape, settings.default_disk, artifacts.envd_version)
+    progress(f"template {BASE} is ready ({built.id})")
+
+
+def summary(running: Running) -> dict[str, int]:
+    """Counts for the log line of a started server."""
+    rows = running.store.sandboxes.rows.values()
+    return {
+        "templates": len(running.store.templates.rows),
+        "running": sum(s.state is SandboxState.RUNNING for s in rows),
+        "paused": sum(s.state is SandboxState.PAUSED for s in rows),
+    }

@@ -1,0 +1,120 @@
+"""The node's own calls to a guest's envd: wait until it answers, and tell it who it is now."""
+
+import asyncio
+import base64
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+import aiohttp
+
+from aenv.errors import SandboxStartError
+
+ENVD_PORT = 49983  # E2B's guest daemon port
+ENTROPY_BYTES = 64  # two ChaCha20 keys; the kernel needs 32
+CLOCK_TOLERANCE = 0.05  # seconds: a slower /init is repeated so that the guest's clock is right
+CONNECT_TIMEOUT = 1.0  # seconds; a SYN that met no listener is worth sending again
+RETRY_INTERVAL = 0.02  # seconds between attempts while the guest refuses connections
+
+
+@dataclass(frozen=True, slots=True)
+class GuestIdentity:
+    """Everything a guest must learn after it starts to run, before any user's request reaches it."""
+
+    sandbox_id: str
+    template_id: str
+    access_token: str | None
+    env_vars: Mapping[str, str] = field(default_factory=dict)
+    default_user: str = "user"
+    default_workdir: str | None = None  # None: the user's home
+
+
+class GuestClient:
+    """Talks to envd at a slot's host address. Every connection is used once: guests come and go behind it."""
+
+    def __init__(self) -> None:
+        self._session: aiohttp.ClientSession | None = None
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, force_close=True), raise_for_status=False
+            )
+        return self._session
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def wait_until_ready(self, host: str, deadline: float) -> None:
+        """Return once envd answers ``GET /health``. ``deadline`` is in ``time.monotonic()`` seconds.
+
+        Raises SandboxStartError when it passes.
+        """
+        last = "no attempt was made"
+        while (left := deadline - time.monotonic()) > 0:
+            # Once connected, a busy guest may take its time; only connecting is cut short and repeated.
+            timeout = aiohttp.ClientTimeout(total=left, sock_connect=min(CONNECT_TIMEOUT, left))
+            try:
+                async with self._open().get(f"http://{host}:{ENVD_PORT}/health", timeout=timeout) as answer:
+                    if answer.status < 300:
+                        return
+                    last = f"it answered {answer.status}"
+            except (TimeoutError, aiohttp.ClientError, OSError) as error:
+                last = str(error) or type(error).__name__
+            await asyncio.sleep(RETRY_INTERVAL)
+        raise SandboxStartError(
+            f"The guest did not come up in time ({last}).",
+            "Its serial console log in the node's home tells what it did last.",
+        )
+
+    async def introduce(
+        self, host: str, identity: GuestIdentity, tokens: Sequence[str | None], deadline: float
+    ) -> None:
+        """Give the guest its clock, entropy, identity and tokens (envd ``POST /init``).
+
+        ``tokens`` are the access tokens that envd may hold now; they are tried in order. The time is sent again
+        while the guest takes longer than CLOCK_TOLERANCE to answer, at most a few times.
+        """
+        candidates = list(dict.fromkeys(tokens))
+        for _ in range(4):
+            started = time.monotonic()
+            candidates = [await self._init(host, identity, candidates, deadline)]
+            if time.monotonic() - started <= CLOCK_TOLERANCE:
+                return
+
+    async def _init(
+        self, host: str, identity: GuestIdentity, tokens: Sequence[str | None], deadline: float
+    ) -> str | None:
+        """One accepted ``/init``; the token that envd holds afterwards."""
+        status, text = 0, ""
+        for token in tokens:
+            body: dict[str, object] = {
+                "timestamp": datetime.now(UTC).isoformat(),
+                "entropy": base64.b64encode(os.urandom(ENTROPY_BYTES)).decode(),
+                "envVars": dict(identity.env_vars),
+                "sandboxId": identity.sandbox_id,
+                "templateId": identity.template_id,
+                "hostname": identity.sandbox_id,
+                "defaultUser": identity.default_user,
+            }
+            if identity.access_token is not None:
+                body["accessToken"] = identity.access_token
+            if identity.default_workdir is not None:
+                body["defaultWorkdir"] = identity.default_workdir
+            headers = {"Content-Type": "application/json"} | ({"X-Access-Token": token} if token else {})
+            timeout = aiohttp.ClientTimeout(total=max(0.1, deadline - time.monotonic()))
+            try:
+                async with self._open().post(
+                    f"http://{host}:{ENVD_PORT}/init", data=json.dumps(body), headers=headers, timeout=timeout
+                ) as answer:
+                    if answer.status < 300:
+                        return identity.access_token
+                    status, text = answer.status, await answer.text()
+            except (TimeoutError, aiohttp.ClientError, OSError) as error:
+                raise SandboxStartError(f"The guest stopped answering during its initialisation: {error}.") from error
+        raise SandboxStartError(f"The guest refused its initialisation with {status}: {text[:200]}")

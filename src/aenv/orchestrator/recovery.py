@@ -1,0 +1,104 @@
+"""What a starting server does with the records and processes that the last one left behind.
+
+Order matters: VMs that no running sandbox owns are ended first (they hold disks and network slots), then slots
+are reconciled, then records are finished or undone, and only then are files without a record removed. A disk
+layer that a VM writes to is asked from the VM itself, because the server may have died between freezing a
+disk and recording the new layer.
+"""
+
+from dataclasses import replace
+
+import structlog
+
+from aenv.network.pool import SlotPool
+from aenv.orchestrator import lifecycle
+from aenv.orchestrator.capacity import Capacity
+from aenv.orchestrator.lifecycle import Recovery
+from aenv.orchestrator.machines import Machines
+from aenv.orchestrator.model import Sandbox, SandboxState
+from aenv.orchestrator.pool import Lease
+from aenv.orchestrator.store import Store
+from aenv.snapshot.model import DiskLayer
+from aenv.storage.layout import Layout
+from aenv.vmm.protocol import Vm, Vmm
+
+log = structlog.get_logger()
+
+
+async def find_vms(store: Store, vmm: Vmm) -> dict[str, Vm]:
+    """VMs that outlived the last server, by sandbox; every other VM is ended here."""
+    owners = {
+        s.vm_id: s.id
+        for s in store.sandboxes.rows.values()
+        if s.vm_id and s.state in (SandboxState.RUNNING, SandboxState.PAUSING)
+    }
+    found: dict[str, Vm] = {}
+    for vm_id in vmm.known():
+        vm = await vmm.adopt(vm_id)
+        if vm is None:
+            continue
+        if (owner := owners.get(vm_id)) is not None:
+            found[owner] = vm
+        else:
+            log.info("ending a VM that no sandbox owns", vm=vm_id, pid=vm.pid)
+            await vm.kill()
+    return found
+
+
+async def recover(
+    store: Store, layout: Layout, slots: SlotPool, machines: Machines, capacity: Capacity, vms: dict[str, Vm]
+) -> list[Sandbox]:
+    """Bring every record to a stable state; the sandboxes that run again. ``slots`` must be started."""
+    running: list[Sandbox] = []
+    for sandbox in list(store.sandboxes.rows.values()):
+        vm = vms.get(sandbox.id)
+        snapshot = store.snapshots.get(sandbox.snapshot_id or "")
+        owned = snapshot is not None and snapshot.owner == sandbox.id
+        decision = lifecycle.recover(sandbox, vm_alive=vm is not None, has_own_snapshot=owned)
+        if decision is not Recovery.KEEP:
+            log.info("recovering", sandbox=sandbox.id, was=str(sandbox.state), decision=decision.name.lower())
+        if decision is Recovery.ADOPT:
+            assert vm is not None and sandbox.slot is not None
+            adopted = await _adopt(store, sandbox, vm)
+            lease = Lease(vm, slots.adopt(sandbox.slot))
+            # The last server may have died before it could tell a restored guest its new token.
+            tokens = [adopted.envd_access_token, snapshot.guest_token if snapshot else None]
+            machines.adopt(adopted, lease, tokens)
+            capacity.take(1, force=True)
+            running.append(adopted)
+        elif decision is Recovery.ROLL_BACK:
+            assert snapshot is not None
+            back = replace(
+                sandbox,
+                state=SandboxState.PAUSED,
+                disk=snapshot.disk,
+                vm_id=None,
+                slot=None,
+                memory_base=None,
+            )
+            with store.transaction():
+                store.sandboxes.put(back)
+        elif decision is Recovery.DELETE:
+            with store.transaction():
+                store.sandboxes.delete(sandbox.id)
+    removed = layout.remove_debris(
+        layers=store.layers.rows.values(),
+        memory=store.memory.rows.keys(),
+        snapshots=store.snapshots.rows.keys(),
+        sandboxes=store.sandboxes.rows.keys(),
+    )
+    for path in removed:
+        log.info("removed debris", path=str(path))
+    return running
+
+
+async def _adopt(store: Store, sandbox: Sandbox, vm: Vm) -> Sandbox:
+    """Record the disk layer that the VM writes to, and let it run on if it was stopped for a capture."""
+    disk = await vm.disk()
+    adopted = replace(sandbox, state=SandboxState.RUNNING, disk=disk.stem)
+    with store.transaction():
+        if disk.stem not in store.layers.rows:
+            store.layers.put(DiskLayer(id=disk.stem, parent=sandbox.disk, format="qcow2"))
+        store.sandboxes.put(adopted)
+    await vm.cont()
+    return adopted

@@ -1,0 +1,123 @@
+"""The node's records in SQLite (WAL), with a copy in memory that reads are served from.
+
+Each record is one row: an id and a JSON document. A ``transaction`` applies its changes to the database and to
+memory together, or to neither. Writes take some tens of microseconds and run on the event loop.
+``synchronous=NORMAL`` makes them survive the death of the process at any moment; when the host itself dies the
+database stays consistent, at worst without the last transitions.
+"""
+
+import sqlite3
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from aenv.errors import CorruptFileError
+from aenv.orchestrator.model import Sandbox, Template
+from aenv.snapshot.model import DiskLayer, MemoryBase, Snapshot
+
+SCHEMA_VERSION = 1
+
+Record = TypeVar("Record", Sandbox, Template, Snapshot, DiskLayer, MemoryBase)
+
+
+class Table(Generic[Record]):
+    """Records of one type by id: read from memory, written to both inside a transaction."""
+
+    def __init__(self, database: sqlite3.Connection, name: str, kind: type[Record]) -> None:
+        self._database = database
+        self._name = name
+        self._adapter = TypeAdapter(kind)
+        self._undo: list[tuple[str, Record | None]] = []
+        database.execute(f"CREATE TABLE IF NOT EXISTS {name} (id TEXT PRIMARY KEY, doc TEXT NOT NULL) WITHOUT ROWID")
+        self._rows: dict[str, Record] = {}
+        for key, doc in database.execute(f"SELECT id, doc FROM {name}"):
+            try:
+                self._rows[key] = self._adapter.validate_json(doc)
+            except ValidationError as error:
+                raise CorruptFileError(
+                    f"Record {key!r} of table {name!r} cannot be read: {error.errors()[0]['msg']}.",
+                    "The database was written by another version or is damaged; restore it or use a fresh home.",
+                ) from error
+
+    @property
+    def rows(self) -> Mapping[str, Record]:
+        return self._rows
+
+    def get(self, key: str) -> Record | None:
+        return self._rows.get(key)
+
+    def __getitem__(self, key: str) -> Record:
+        return self._rows[key]
+
+    def put(self, record: Record) -> None:
+        self._require_transaction()
+        self._database.execute(
+            f"INSERT INTO {self._name} (id, doc) VALUES (?, ?) ON CONFLICT (id) DO UPDATE SET doc = excluded.doc",
+            (record.id, self._adapter.dump_json(record).decode()),
+        )
+        self._undo.append((record.id, self._rows.get(record.id)))
+        self._rows[record.id] = record
+
+    def delete(self, key: str) -> None:
+        self._require_transaction()
+        self._database.execute(f"DELETE FROM {self._name} WHERE id = ?", (key,))
+        self._undo.append((key, self._rows.pop(key, None)))
+
+    def _require_transaction(self) -> None:
+        if not self._database.in_transaction:
+            raise RuntimeError("records are written inside Store.transaction() only")
+
+    def committed(self) -> None:
+        self._undo.clear()
+
+    def rolled_back(self) -> None:
+        while self._undo:
+            key, before = self._undo.pop()
+            if before is None:
+                self._rows.pop(key, None)
+            else:
+                self._rows[key] = before
+
+
+class Store:
+    """All tables of a node. One process at a time opens it (the server holds ``Layout.lock``)."""
+
+    def __init__(self, path: Path) -> None:
+        self._database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self._database.execute("PRAGMA journal_mode = WAL")
+        self._database.execute("PRAGMA synchronous = NORMAL")
+        (version,) = self._database.execute("PRAGMA user_version").fetchone()
+        if version not in (0, SCHEMA_VERSION):
+            raise CorruptFileError(
+                f"{path} has schema version {version}; this program knows {SCHEMA_VERSION}.",
+                "Run the version of AgentENV that wrote it, or start with a fresh home.",
+            )
+        self._database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        self.sandboxes = Table(self._database, "sandboxes", Sandbox)
+        self.templates = Table(self._database, "templates", Template)
+        self.snapshots = Table(self._database, "snapshots", Snapshot)
+        self.layers = Table(self._database, "layers", DiskLayer)
+        self.memory = Table(self._database, "memory", MemoryBase)
+        self._tables = (self.sandboxes, self.templates, self.snapshots, self.layers, self.memory)
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All writes inside become durable and visible together; an exception undoes them in both places."""
+        self._database.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._database.execute("COMMIT")
+        except BaseException:
+            if self._database.in_transaction:
+                self._database.execute("ROLLBACK")
+            for table in self._tables:
+                table.rolled_back()
+            raise
+        for table in self._tables:
+            table.committed()
+
+    def close(self) -> None:
+        self._database.close()

@@ -1,0 +1,46 @@
+"""What a snapshot is made of: plain values. No I/O.
+
+A snapshot names a device state, a memory (an immutable base file and an optional delta) and a frozen disk layer.
+Bases and layers are shared between snapshots; what nothing names any more is garbage (``aenv.snapshot.reachability``).
+"""
+
+from dataclasses import dataclass
+from datetime import datetime
+
+from aenv.vmm.protocol import Fingerprint, MachineShape
+
+
+@dataclass(frozen=True, slots=True)
+class DiskLayer:
+    """One file of a root disk's chain: a raw base image or a qcow2 overlay over ``parent``.
+
+    ``format`` is ``raw`` or ``qcow2``. A layer that a snapshot or another layer names is never written again.
+    """
+
+    id: str
+    parent: str | None
+    format: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBase:
+    """An immutable full-size memory file that VMs map privately. ``data_bytes`` is its allocated size."""
+
+    id: str
+    data_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A point in the life of a VM from which any number of VMs can run on."""
+
+    id: str
+    owner: str | None  # the sandbox that is paused in it; None for templates and fork points
+    memory_base: str
+    delta_bytes: int  # 0: the base alone is the memory
+    disk: str  # frozen disk layer
+    shape: MachineShape
+    disk_mib: int
+    fingerprint: Fingerprint
+    guest_token: str | None  # envd's access token at the moment of capture
+    created_at: datetime

@@ -1,0 +1,104 @@
+"""Where everything of a node lives on disk. Paths only; nothing is created here but by ``create``.
+
+``home`` (durable)                       ``runtime`` (transient)
+  aenv.db        SQLite, WAL               vms/<vm>/   QMP socket, process record
+  api-key        mode 0600
+  lock           held by the server
+  artifacts/     kernel, initramfs, base root filesystems
+  layers/<id>.raw|.qcow2   disk layers
+  memory/<id>    full-size memory bases (sparse)
+  snapshots/<id>/{state,delta}
+  sandboxes/<id>/console.log
+  vms/<vm>/console.log
+
+A file becomes part of the node by the database row that names it, written after the file is complete. So
+whatever no row names when the server starts is debris of a crash and is removed.
+"""
+
+import shutil
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from aenv.snapshot.model import DiskLayer
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    home: Path
+    runtime: Path
+
+    @property
+    def database(self) -> Path:
+        return self.home / "aenv.db"
+
+    @property
+    def api_key(self) -> Path:
+        return self.home / "api-key"
+
+    @property
+    def lock(self) -> Path:
+        return self.home / "lock"
+
+    @property
+    def vms(self) -> Path:
+        return self.home / "vms"
+
+    def layer(self, layer: DiskLayer) -> Path:
+        return self.home / "layers" / f"{layer.id}.{layer.format}"
+
+    def memory(self, memory_id: str) -> Path:
+        return self.home / "memory" / memory_id
+
+    def snapshot(self, snapshot_id: str) -> Path:
+        return self.home / "snapshots" / snapshot_id
+
+    def state(self, snapshot_id: str) -> Path:
+        return self.snapshot(snapshot_id) / "state"
+
+    def delta(self, snapshot_id: str) -> Path:
+        return self.snapshot(snapshot_id) / "delta"
+
+    def sandbox(self, sandbox_id: str) -> Path:
+        return self.home / "sandboxes" / sandbox_id
+
+    def console(self, vm_id: str) -> Path:
+        return self.vms / vm_id / "console.log"
+
+    def create(self) -> None:
+        """Make the folders, readable by root alone: they hold guests' memory and disks."""
+        self.home.mkdir(parents=True, exist_ok=True)
+        for name in ("artifacts", "layers", "memory", "snapshots", "sandboxes", "vms"):
+            (self.home / name).mkdir(mode=0o700, exist_ok=True)
+        self.runtime.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def remove_debris(
+        self,
+        *,
+        layers: Collection[DiskLayer],
+        memory: Collection[str],
+        snapshots: Collection[str],
+        sandboxes: Collection[str],
+    ) -> list[Path]:
+        """Remove every file and folder that no given record names; what was removed."""
+        wanted = {
+            "layers": {self.layer(layer).name for layer in layers},
+            "memory": set(memory),
+            "snapshots": set(snapshots),
+            "sandboxes": set(sandboxes),
+        }
+        removed = []
+        for folder, names in wanted.items():
+            for path in (self.home / folder).iterdir():
+                if path.name not in names:
+                    remove(path)
+                    removed.append(path)
+        return removed
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder with all in it; fine when it is not there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
