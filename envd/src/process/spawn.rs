@@ -1,0 +1,256 @@
+//! Fork and exec of one command, with errors of every step reported to the caller.
+//!
+//! `std::process` is not used: it waits for a child whose exec failed, which races with the reaper.
+
+use crate::users::User;
+use std::collections::BTreeMap;
+use std::ffi::CString;
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+
+/// All a child needs, prepared before the fork: between fork and exec nothing may allocate.
+pub struct Command {
+    pub program: CString,
+    pub argv: Vec<CString>,
+    pub env: Vec<CString>,
+    pub cwd: CString,
+    pub uid: u32,
+    pub gid: u32,
+    pub groups: Vec<u32>,
+    /// Initial columns and rows: run on a terminal of its own.
+    pub pty: Option<(u16, u16)>,
+    /// Without a terminal: give a pipe as standard input instead of `/dev/null`.
+    pub stdin: bool,
+    /// As PID 1 envd is exempt from the OOM killer; its children must not be.
+    pub reset_oom_score: bool,
+}
+
+pub struct Spawned {
+    pub pid: i32,
+    pub stdio: Stdio,
+}
+
+pub enum Stdio {
+    Pty(OwnedFd),
+    Pipes { stdin: Option<OwnedFd>, stdout: OwnedFd, stderr: OwnedFd },
+}
+
+/// The step of the child that failed; its number travels through the error pipe.
+const STEPS: [&str; 6] = [
+    "starting a session",
+    "setting up standard input and output",
+    "changing the user",
+    "changing to the working directory",
+    "executing the program",
+    "fork",
+];
+
+pub struct SpawnError {
+    pub step: &'static str,
+    pub error: io::Error,
+}
+
+/// Finds `name` in the PATH of the command's own environment, as `execvp` would.
+pub fn find_program(name: &str, env: &BTreeMap<String, String>, cwd: &str) -> Option<String> {
+    if name.is_empty() {
+        return None;
+    }
+    if name.contains('/') {
+        return Some(name.to_owned());
+    }
+    let path = env.get("PATH").map_or(crate::app::DEFAULT_PATH, String::as_str);
+    path.split(':').find_map(|dir| {
+        let dir = match dir {
+            "" => cwd.to_owned(),
+            d if d.starts_with('/') => d.to_owned(),
+            d => format!("{cwd}/{d}"),
+        };
+        let candidate = format!("{dir}/{name}");
+        let text = CString::new(candidate.as_str()).ok()?;
+        // SAFETY: `text` is a valid C string.
+        let executable = unsafe { libc::access(text.as_ptr(), libc::X_OK) } == 0;
+        let file = executable && std::fs::metadata(&candidate).is_ok_and(|m| m.is_file());
+        file.then_some(candidate)
+    })
+}
+
+impl Command {
+    pub fn set_user(&mut self, user: &User) {
+        self.uid = user.uid;
+        self.gid = user.gid;
+        self.groups = user.groups();
+    }
+}
+
+fn pipe() -> io::Result<(OwnedFd, OwnedFd)> {
+    let mut fds = [0; 2];
+    // SAFETY: `fds` holds two integers; the descriptors are owned by nobody else.
+    unsafe {
+        if libc::pipe2(fds.as_mut_ptr(), libc::O_CLOEXEC) < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok((OwnedFd::from_raw_fd(fds[0]), OwnedFd::from_raw_fd(fds[1])))
+    }
+}
+
+fn open(path: &std::ffi::CStr, flags: i32) -> io::Result<OwnedFd> {
+    // SAFETY: `path` is a valid C string; the new descriptor is owned by nobody else.
+    unsafe {
+        match libc::open(path.as_ptr(), flags | libc::O_CLOEXEC) {
+            fd if fd < 0 => Err(io::Error::last_os_error()),
+            fd => Ok(OwnedFd::from_raw_fd(fd)),
+        }
+    }
+}
+
+/// Opens a pseudo-terminal pair of the given size; the slave belongs to `uid`.
+fn open_pty(cols: u16, rows: u16, uid: u32) -> io::Result<(OwnedFd, OwnedFd)> {
+    // SAFETY: "/dev/ptmx\0" is a valid C string.
+    let path = unsafe { std::ffi::CStr::from_bytes_with_nul_unchecked(b"/dev/ptmx\0") };
+    let master = open(path, libc::O_RDWR | libc::O_NOCTTY)?;
+    let unlock: libc::c_int = 0;
+    // SAFETY: the ioctls read `unlock` and give a new descriptor (TIOCGPTPEER) that is owned by nobody else.
+    let slave = unsafe {
+        if libc::ioctl(master.as_raw_fd(), libc::TIOCSPTLCK, &unlock) < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        let flags = libc::O_RDWR | libc::O_NOCTTY | libc::O_CLOEXEC;
+        let fd = libc::ioctl(master.as_raw_fd(), libc::TIOCGPTPEER, flags);
+        if fd < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // Fails harmlessly when not root: then the owner is right already.
+        libc::fchown(fd, uid, u32::MAX);
+        OwnedFd::from_raw_fd(fd)
+    };
+    resize_pty(&master, cols, rows)?;
+    Ok((master, slave))
+}
+
+pub fn resize_pty(master: &impl AsRawFd, cols: u16, rows: u16) -> io::Result<()> {
+    let size = libc::winsize { ws_row: rows, ws_col: cols, ws_xpixel: 0, ws_ypixel: 0 };
+    // SAFETY: `size` outlives the call.
+    match unsafe { libc::ioctl(master.as_raw_fd(), libc::TIOCSWINSZ, &size) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+fn pointers(strings: &[CString]) -> Vec<*const libc::c_char> {
+    let all = strings.iter().map(|s| s.as_ptr());
+    all.chain([std::ptr::null()]).collect()
+}
+
+/// Starts the command; returns after its exec succeeded. `forked` is called with the pid as soon as it is known.
+pub fn spawn(command: &Command, forked: impl FnOnce(i32)) -> Result<Spawned, SpawnError> {
+    let setup = |error| SpawnError { step: STEPS[1], error };
+    let (error_read, error_write) = pipe().map_err(setup)?;
+    let (child_fds, stdio) = open_stdio(command).map_err(setup)?;
+    let raw: Vec<RawFd> = child_fds.iter().map(|fd| fd.as_raw_fd()).collect();
+    let (argv, env) = (pointers(&command.argv), pointers(&command.env));
+    // SAFETY: the child only makes system calls on memory prepared above, and never returns.
+    let pid = unsafe { libc::fork() };
+    if pid == 0 {
+        // SAFETY: we are the child.
+        unsafe {
+            let (step, errno) = child(command, &raw, &argv, &env);
+            let message = [step as u8, errno as u8];
+            libc::write(error_write.as_raw_fd(), message.as_ptr().cast(), 2);
+            libc::_exit(127);
+        }
+    }
+    if pid < 0 {
+        let error = io::Error::last_os_error();
+        return Err(SpawnError { step: STEPS[5], error });
+    }
+    forked(pid);
+    drop(error_write);
+    drop(child_fds);
+    let mut message = [0u8; 2];
+    loop {
+        // SAFETY: `message` has room for two bytes.
+        let n = unsafe { libc::read(error_read.as_raw_fd(), message.as_mut_ptr().cast(), 2) };
+        if n < 0 && io::Error::last_os_error().kind() == io::ErrorKind::Interrupted {
+            continue;
+        }
+        if n == 2 {
+            let error = io::Error::from_raw_os_error(message[1].into());
+            return Err(SpawnError { step: STEPS[usize::from(message[0]) % STEPS.len()], error });
+        }
+        return Ok(Spawned { pid, stdio });
+    }
+}
+
+/// The child's three descriptors and our ends of them.
+fn open_stdio(command: &Command) -> io::Result<([OwnedFd; 3], Stdio)> {
+    if let Some((cols, rows)) = command.pty {
+        let (master, slave) = open_pty(cols, rows, command.uid)?;
+        let fds = [slave.try_clone()?, slave.try_clone()?, slave];
+        return Ok((fds, Stdio::Pty(master)));
+    }
+    let (stdout, out) = pipe()?;
+    let (stderr, err) = pipe()?;
+    let (input, stdin) = if command.stdin {
+        let (input, stdin) = pipe()?;
+        (input, Some(stdin))
+    } else {
+        // SAFETY: "/dev/null\0" is a valid C string.
+        let path = unsafe { std::ffi::CStr::from_bytes_with_nul_unchecked(b"/dev/null\0") };
+        (open(path, libc::O_RDONLY)?, None)
+    };
+    Ok(([input, out, err], Stdio::Pipes { stdin, stdout, stderr }))
+}
+
+/// Runs in the child: returns only on failure, with the step's index and errno.
+unsafe fn child(
+    command: &Command,
+    fds: &[RawFd],
+    argv: &[*const libc::c_char],
+    env: &[*const libc::c_char],
+) -> (usize, i32) {
+    let errno = || *libc::__errno_location();
+    // An exec resets handlers but keeps ignored signals ignored and the mask as it is.
+    for signal in [libc::SIGPIPE, libc::SIGHUP, libc::SIGINT, libc::SIGTERM, libc::SIGQUIT] {
+        libc::signal(signal, libc::SIG_DFL);
+    }
+    let mut mask: libc::sigset_t = std::mem::zeroed();
+    libc::sigemptyset(&mut mask);
+    libc::sigprocmask(libc::SIG_SETMASK, &mask, std::ptr::null_mut());
+    if libc::setsid() < 0 {
+        return (0, errno());
+    }
+    if command.pty.is_some() && libc::ioctl(fds[0], libc::TIOCSCTTY, 0) < 0 {
+        return (0, errno());
+    }
+    for (target, fd) in fds.iter().enumerate() {
+        if libc::dup2(*fd, target as i32) < 0 {
+            return (1, errno());
+        }
+    }
+    if command.reset_oom_score {
+        let path = b"/proc/self/oom_score_adj\0";
+        let fd = libc::open(path.as_ptr().cast(), libc::O_WRONLY | libc::O_CLOEXEC);
+        if fd >= 0 {
+            libc::write(fd, b"0".as_ptr().cast(), 1);
+            libc::close(fd);
+        }
+    }
+    libc::umask(0o022);
+    // Raw system calls: glibc's wrappers would signal threads that the child does not have.
+    if libc::geteuid() == 0 {
+        let groups = command.groups.as_ptr();
+        if libc::syscall(libc::SYS_setgroups, command.groups.len(), groups) < 0
+            || libc::syscall(libc::SYS_setgid, command.gid) < 0
+            || libc::syscall(libc::SYS_setuid, command.uid) < 0
+        {
+            return (2, errno());
+        }
+    } else if libc::geteuid() != command.uid {
+        return (2, libc::EPERM);
+    }
+    if libc::chdir(command.cwd.as_ptr()) < 0 {
+        return (3, errno());
+    }
+    libc::execve(command.program.as_ptr(), argv.as_ptr(), env.as_ptr());
+    (4, errno())
+}
