@@ -30,9 +30,7 @@ def footprint(lab: Lab) -> Callable[[], tuple[str, ...]]:
 
     def measure() -> tuple[str, ...]:
         marks = (f"ta{lab.number}", f"tb{lab.number}")
-        everything = sh(
-            "ip -br link; ls /run/netns; nft list tables ip; grep netns /proc/self/mountinfo; true"
-        )
+        everything = sh("ip -br link; ls /run/netns; nft list tables ip; grep netns /proc/self/mountinfo; true")
         forwarding = Path(f"/proc/sys/net/ipv4/conf/{lab.uplink}/forwarding").read_text().strip()
         return (
             *(line for line in everything.splitlines() if any(mark in line for mark in marks)),

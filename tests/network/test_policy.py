@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from ipaddress import IPv4Address, IPv4Network
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -32,13 +33,11 @@ def texts(entries: list[IPv4Network]) -> tuple[str, ...]:
 def test_protection_is_exactly_the_ranges_less_the_exceptions(exceptions: list[IPv4Network]) -> None:
     remaining = protected_networks(POOL, exceptions)
     full = protected_networks(POOL, [])
-    probes = {n[0] for n in (*full, *exceptions, *remaining)} | {
-        n[-1] for n in (*full, *exceptions, *remaining)
-    }
+    probes = {n[0] for n in (*full, *exceptions, *remaining)} | {n[-1] for n in (*full, *exceptions, *remaining)}
     for probe in probes:
         expected = any(probe in n for n in full) and not any(probe in n for n in exceptions)
         assert any(probe in n for n in remaining) is expected
-    assert all(not a.overlaps(b) for a, b in zip(remaining, remaining[1:], strict=False))  # what nft demands
+    assert all(not a.overlaps(b) for a, b in pairwise(remaining))  # what nft demands
 
 
 @given(st.booleans(), network_lists, network_lists, addresses)
@@ -68,7 +67,7 @@ def test_rendered_update_carries_the_policys_networks(
         match = re.search(rf"add element ip aenv {name} \{{ (.*) \}}", rendered)
         found = [IPv4Network(text) for text in match.group(1).split(", ")] if match else []
         assert found == expected
-        assert all(not a.overlaps(b) for a, b in zip(found, found[1:], strict=False))
+        assert all(not a.overlaps(b) for a, b in pairwise(found))
 
 
 @given(st.text(max_size=40))
@@ -108,9 +107,7 @@ def test_slots_have_addresses_of_their_own(index: int) -> None:
     assert len(slot.netns) <= 15
 
 
-@pytest.mark.parametrize(
-    "name", ["aenv", "aenv-", "aenv-01", "aenv-x", "aenv2-1", "aenv--1", "eth0", "aenv-²"]
-)
+@pytest.mark.parametrize("name", ["aenv", "aenv-", "aenv-01", "aenv-x", "aenv2-1", "aenv--1", "eth0", "aenv-²"])
 def test_names_of_others_are_nobodys_slots(name: str) -> None:
     assert addressing.slot_index(NetworkSettings(), name) is None
 

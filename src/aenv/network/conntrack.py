@@ -49,9 +49,7 @@ def _flush(channel: socket.socket, kind: int, flag: int, address: IPv4Address) -
     ip = _attribute(_CTA_TUPLE_IP | _NLA_F_NESTED, _attribute(kind, address.packed))
     body = struct.pack("!BBH", socket.AF_INET, 0, 0)
     body += _attribute(_CTA_TUPLE_ORIG | _NLA_F_NESTED, ip)
-    body += _attribute(
-        _CTA_FILTER | _NLA_F_NESTED, _attribute(_CTA_FILTER_ORIG_FLAGS, struct.pack("=I", flag))
-    )
+    body += _attribute(_CTA_FILTER | _NLA_F_NESTED, _attribute(_CTA_FILTER_ORIG_FLAGS, struct.pack("=I", flag)))
     channel.send(struct.pack("=IHHII", 16 + len(body), _CT_DELETE, _NLM_F_REQUEST | _NLM_F_ACK, 1, 0) + body)
     # The answer is always an NLMSG_ERROR: 16 bytes of header, then the negative errno, 0 for success.
     (code,) = struct.unpack_from("=i", channel.recv(4096), 16)

@@ -107,19 +107,13 @@ class HostNetwork:
                 },
             )
             uplink, tap = (namespace.interface_index(name) for name in (addressing.UPLINK, slot.tap))
-            inner.addr(
-                "add", index=uplink, address=slot.host_address, prefixlen=addressing.VETH_PREFIX_LENGTH
-            )
-            inner.addr(
-                "add", index=tap, address=slot.gateway_address, prefixlen=addressing.GUEST_PREFIX_LENGTH
-            )
+            inner.addr("add", index=uplink, address=slot.host_address, prefixlen=addressing.VETH_PREFIX_LENGTH)
+            inner.addr("add", index=tap, address=slot.gateway_address, prefixlen=addressing.GUEST_PREFIX_LENGTH)
             inner.link("set", index=1, state="up")
             inner.link("set", index=uplink, state="up")
             inner.link("set", index=tap, address=addressing.GATEWAY_MAC, mtu=settings.mtu, state="up")
             # Known beforehand: the first packet to a restored guest need not wait for it to answer ARP.
-            inner.neigh(
-                "add", dst=slot.guest_address, lladdr=slot.guest_mac, ifindex=tap, state=_NUD_PERMANENT
-            )
+            inner.neigh("add", dst=slot.guest_address, lladdr=slot.guest_mac, ifindex=tap, state=_NUD_PERMANENT)
             inner.route("add", dst="0.0.0.0/0", gateway=str(peer))
         finally:
             inner.close()
@@ -189,9 +183,7 @@ class HostNetwork:
         uplinks = self.settings.uplinks or self._default_route_links()
         claimed = self._claims(ruleset.ROOT_TABLE_PREFIX)
         opened = {
-            name
-            for name in uplinks
-            if name in claimed or not namespace.read_sysctl(f"ipv4/conf/{name}/forwarding")
+            name for name in uplinks if name in claimed or not namespace.read_sysctl(f"ipv4/conf/{name}/forwarding")
         }
         settings = self.settings
         nftables.apply(ruleset.root_ruleset(settings.prefix, settings.pool, settings.exceptions, opened))
@@ -199,9 +191,7 @@ class HostNetwork:
         for name in sorted(opened):
             namespace.write_sysctl(f"ipv4/conf/{name}/forwarding", 1)
         if not uplinks:
-            log.warning(
-                "no default route: sandboxes reach nothing outside this host (network.uplinks names one)"
-            )
+            log.warning("no default route: sandboxes reach nothing outside this host (network.uplinks names one)")
 
     def remove_root_table(self) -> None:
         """Undo `install_root_table`, except for uplinks that another node on this machine needs too."""

@@ -38,9 +38,7 @@ def _check(result: int, what: str) -> None:
 
 
 def _mount(source: str, target: str, flags: int) -> None:
-    _check(
-        _libc.mount(source.encode(), target.encode(), b"none", ctypes.c_ulong(flags), None), f"mount {target}"
-    )
+    _check(_libc.mount(source.encode(), target.encode(), b"none", ctypes.c_ulong(flags), None), f"mount {target}")
 
 
 class HomeNamespace:
@@ -69,9 +67,7 @@ def created(home: HomeNamespace, name: str) -> Iterator[None]:
     try:
         os.close(os.open(path, os.O_RDONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o444))
     except FileExistsError as error:
-        raise NetworkConflict(
-            f"namespace {name} exists already: another node with this prefix is running"
-        ) from error
+        raise NetworkConflict(f"namespace {name} exists already: another node with this prefix is running") from error
     try:
         _check(_libc.unshare(_CLONE_NEWNET), "unshare")
         _mount(_THREAD_NETNS, str(path), _MS_BIND)
@@ -108,13 +104,13 @@ def remove(name: str) -> None:
 def is_namespace(name: str) -> bool:
     """Whether the name is a live namespace, and not the file of a creation that a crash interrupted."""
     try:
-        return os.stat(NETNS_DIR / name).st_dev != os.stat(NETNS_DIR).st_dev
+        return (NETNS_DIR / name).stat().st_dev != NETNS_DIR.stat().st_dev
     except FileNotFoundError:
         return False
 
 
 def names() -> list[str]:
-    return sorted(os.listdir(NETNS_DIR)) if NETNS_DIR.is_dir() else []
+    return sorted(path.name for path in NETNS_DIR.iterdir()) if NETNS_DIR.is_dir() else []
 
 
 def _share_netns_dir() -> None:

@@ -21,9 +21,7 @@ def _library() -> ctypes.CDLL:
     try:
         library = ctypes.CDLL("libnftables.so.1")
     except OSError as error:
-        raise NetworkUnavailable(
-            f"libnftables is missing ({error}): install the package 'nftables'"
-        ) from error
+        raise NetworkUnavailable(f"libnftables is missing ({error}): install the package 'nftables'") from error
     context = ctypes.c_void_p
     library.nft_ctx_new.restype = context
     library.nft_ctx_new.argtypes = [ctypes.c_uint32]

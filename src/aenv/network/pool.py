@@ -77,7 +77,8 @@ class SlotPool:
         """
         self._take_lock()
         try:
-            await self._builder.submit(lambda host: (host.check_pool(), host.install_root_table()))
+            await self._builder.submit(HostNetwork.check_pool)
+            await self._builder.submit(HostNetwork.install_root_table)
             existing = await self._builder.submit(HostNetwork.existing)
             for index in sorted(existing & set(in_use)):
                 self._reserved.add(index)
@@ -167,9 +168,7 @@ class SlotPool:
         self._ready.clear()
         await asyncio.gather(*(self._remove(index) for index in unused))
         if remove_root_table and self._active:
-            log.warning(
-                "%d network slots are in use: the root table that protects the host stays", len(self._active)
-            )
+            log.warning("%d network slots are in use: the root table that protects the host stays", len(self._active))
         elif remove_root_table:
             await self._builder.submit(HostNetwork.remove_root_table)
         await self._builder.close()

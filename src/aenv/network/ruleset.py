@@ -76,9 +76,7 @@ table ip {SLOT_TABLE} {{
 """
 
 
-def root_ruleset(
-    prefix: str, pool: IPv4Network, exceptions: Iterable[IPv4Network], opened: Iterable[str]
-) -> str:
+def root_ruleset(prefix: str, pool: IPv4Network, exceptions: Iterable[IPv4Network], opened: Iterable[str]) -> str:
     """The table of the root namespace; replaces an earlier one in the same transaction, so no gap opens.
 
     `opened` are the uplinks whose forwarding is on because of AgentENV: they must not turn the host into a

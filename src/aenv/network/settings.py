@@ -43,22 +43,16 @@ class NetworkSettings:
             pool = ipaddress.IPv4Network(self.pool_cidr)
             exceptions = tuple(ipaddress.IPv4Network(entry) for entry in self.always_allow)
         except ValueError as error:
-            raise NetworkUnavailable(
-                f"network settings: {error}; write IPv4 networks as 10.0.0.0/8"
-            ) from error
+            raise NetworkUnavailable(f"network settings: {error}; write IPv4 networks as 10.0.0.0/8") from error
         if pool.prefixlen > 30:
-            raise NetworkUnavailable(
-                f"network pool {pool} is too small: a slot needs a /31, the pool at least a /30"
-            )
+            raise NetworkUnavailable(f"network pool {pool} is too small: a slot needs a /31, the pool at least a /30")
         longest = f"{self.prefix}-{pool.num_addresses // 2 - 1}"
         if len(longest) > IFNAME_MAX:
             raise NetworkUnavailable(
                 f"interface name {longest!r} exceeds {IFNAME_MAX} characters: shorten the prefix or the pool"
             )
         if any(exception.overlaps(pool) for exception in exceptions):
-            raise NetworkUnavailable(
-                f"always_allow overlaps the pool {pool}: that would join guests to each other"
-            )
+            raise NetworkUnavailable(f"always_allow overlaps the pool {pool}: that would join guests to each other")
         if not 576 <= self.mtu <= 65520:
             raise NetworkUnavailable(f"network mtu {self.mtu}: must be within 576 and 65520 bytes")
 
