@@ -1,0 +1,1 @@
+"""The guest's side of a sandbox: kernel, initramfs, base root filesystem and the envd protocol."""
