@@ -1,0 +1,74 @@
+"""The server's ASGI application: sandbox traffic to the proxy, everything else to the API."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from importlib.metadata import PackageNotFoundError, version
+
+from fastapi import Depends, FastAPI
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from aenv.api import auth, errors, health, sandbox_lists, sandboxes, templates, unsupported
+from aenv.api.context import Context
+from aenv.api.limits import BodyLimit
+from aenv.config import Settings
+from aenv.orchestrator.interface import Orchestrator
+from aenv.proxy.app import SandboxProxy
+
+
+class Application:
+    """Dispatches before anything of the API runs. ``proxy.drop(id)`` cuts a sandbox's connections."""
+
+    def __init__(self, api: ASGIApp, proxy: SandboxProxy) -> None:
+        self.api = api
+        self.proxy = proxy
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan":
+            target = self.proxy.match(scope)
+            if target is not None:
+                await self.proxy(target, scope, receive, send)
+                return
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close"})  # the API has none: 403 before the handshake
+                return
+        await self.api(scope, receive, send)
+
+
+def create_app(settings: Settings, orchestrator: Orchestrator, api_key_valid: Callable[[str], bool]) -> Application:
+    """The API and the proxy over ``orchestrator``, whose life is the caller's business.
+
+    ``api_key_valid`` is called for every API request and must compare in constant time.
+    """
+    proxy = SandboxProxy(orchestrator, settings.domain)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        proxy.close()
+
+    api = FastAPI(
+        title="AgentENV",
+        summary="Sandboxes for agents; compatible with the E2B API",
+        version=_version(),
+        docs_url=None,
+        redoc_url=None,
+        lifespan=lifespan,
+        redirect_slashes=False,
+    )
+    api.state.context = Context(orchestrator, settings)
+    keyed = [Depends(auth.documented)]
+    for module in (sandbox_lists, sandboxes, unsupported, templates):
+        api.include_router(module.router, dependencies=keyed)
+    api.include_router(health.router)
+    # The last added runs first: the key is checked, then the size, and the boundary is nearest to the routes.
+    errors.install(api)
+    api.add_middleware(BodyLimit)
+    api.add_middleware(auth.ApiKeyGate, api_key_valid=api_key_valid)
+    return Application(api, proxy)
+
+
+def _version() -> str:
+    try:
+        return version("aenv")
+    except PackageNotFoundError:
+        return "0"

@@ -1,0 +1,180 @@
+"""Between E2B's bodies and the orchestrator's values. Pure."""
+
+from ipaddress import ip_network
+
+from aenv.api import schemas
+from aenv.api.errors import UnsupportedError
+from aenv.config import Settings
+from aenv.errors import InvalidRequestError
+from aenv.orchestrator.model import Egress, Sandbox, SandboxSpec, Template
+
+CLIENT_ID = "aenv"  # deprecated by E2B; old SDKs append it to the sandbox id
+MAX_REFRESH = 3600  # seconds, from E2B's specification
+
+
+def seconds(value: int, settings: Settings, *, field: str = "timeout", limit: int | None = None) -> int:
+    """A time to live within the node's bounds. Raises InvalidRequestError."""
+    most = min(settings.max_timeout, limit or settings.max_timeout)
+    if not 0 <= value <= most:
+        raise InvalidRequestError(f"{field}: must be from 0 to {most} seconds, not {value}.")
+    return value
+
+
+def spec(body: schemas.NewSandbox, settings: Settings, *, default_timeout: int, always_secure: bool) -> SandboxSpec:
+    """What to create. Raises InvalidRequestError, UnsupportedError."""
+    for name, value in (
+        ("mcp", body.mcp),
+        ("iam", body.iam),
+        ("volumeMounts", body.volume_mounts),
+        ("customExtensionParams", body.custom_extension_params),
+    ):
+        if value:
+            raise UnsupportedError(f"{name} is not supported by this server.", "Leave it out.")
+    if body.auto_pause_memory is False:
+        raise UnsupportedError(
+            "autoPauseMemory: false (a filesystem-only pause) is not supported by this server.",
+            "Leave it out: pausing keeps memory.",
+        )
+    # AgentENV's rule, where E2B's default is to delete: a sandbox that ends is paused unless told otherwise. The SDK
+    # sends autoPause only when its caller chose.
+    auto_pause = body.auto_pause is not False
+    auto_resume = body.auto_resume is not None and body.auto_resume.enabled
+    if auto_resume and not auto_pause:
+        raise InvalidRequestError("autoResume: needs autoPause, for a deleted sandbox cannot be resumed.")
+    network = body.network or schemas.NetworkRequest.model_validate({})
+    for name, value in (network.model_extra or {}).items():
+        if value not in (None, [], {}):
+            raise UnsupportedError(f"network.{name} is not supported by this server.", "Leave it out.")
+    default = min(default_timeout, settings.max_timeout)
+    _check_env(body.env_vars)
+    return SandboxSpec(
+        template=body.template_id,
+        timeout=seconds(default if body.timeout is None else body.timeout, settings),
+        auto_pause=auto_pause,
+        auto_resume=auto_resume,
+        metadata=body.metadata,
+        env_vars=body.env_vars,
+        secure=always_secure or bool(body.secure),
+        egress=Egress(
+            allow_internet=body.allow_internet_access,
+            allow_out=_destinations(network.allow_out, "network.allowOut"),
+            deny_out=_destinations(network.deny_out, "network.denyOut"),
+        ),
+        allow_public_traffic=network.allow_public_traffic,
+    )
+
+
+def _check_env(variables: dict[str, str]) -> None:
+    for name, value in variables.items():
+        if not name or "=" in name or "\0" in name or "\0" in value:
+            raise InvalidRequestError(f"envVars: {name!r} cannot be an environment variable.")
+
+
+def _destinations(entries: list[str] | None, field: str) -> tuple[str, ...]:
+    for entry in entries or ():
+        try:
+            ip_network(entry, strict=False)
+        except ValueError:
+            if field.endswith("allowOut") and any(letter.isalpha() for letter in entry.rpartition(".")[2]):
+                raise UnsupportedError(
+                    f"{field}: {entry!r} is a domain name; this server filters by address.", "Use CIDR blocks."
+                ) from None
+            raise InvalidRequestError(f"{field}: {entry!r} is not an IP address or CIDR block.") from None
+    return tuple(entries or ())
+
+
+def sandbox(value: Sandbox, settings: Settings) -> schemas.Sandbox:
+    return schemas.Sandbox(
+        template_id=value.template_id,
+        sandbox_id=value.id,
+        client_id=CLIENT_ID,
+        alias=value.template_alias,
+        envd_version=value.envd_version,
+        envd_access_token=value.envd_access_token,
+        traffic_access_token=value.traffic_access_token,
+        domain=settings.domain,
+    )
+
+
+def listed(value: Sandbox) -> schemas.ListedSandbox:
+    return schemas.ListedSandbox(
+        template_id=value.template_id,
+        sandbox_id=value.id,
+        client_id=CLIENT_ID,
+        alias=value.template_alias,
+        started_at=value.started_at,
+        end_at=value.end_at,
+        cpu_count=value.vcpus,
+        memory_mb=value.memory_mib,
+        disk_size_mb=value.disk_mib,
+        metadata=dict(value.metadata),
+        state=_state(value),
+        envd_version=value.envd_version,
+    )
+
+
+def detail(value: Sandbox, settings: Settings) -> schemas.SandboxDetail:
+    return schemas.SandboxDetail(
+        **listed(value).model_dump(by_alias=False),
+        envd_access_token=value.envd_access_token,
+        allow_internet_access=value.egress.allow_internet,
+        domain=settings.domain,
+        network=schemas.Network(
+            allow_public_traffic=value.traffic_access_token is None,
+            allow_out=list(value.egress.allow_out) or None,
+            deny_out=list(value.egress.deny_out) or None,
+        ),
+        lifecycle=schemas.Lifecycle(
+            auto_resume=value.auto_resume, on_timeout="pause" if value.auto_pause else "kill"
+        ),
+    )
+
+
+def _state(value: Sandbox) -> schemas.State:
+    return "paused" if value.state.public == "paused" else "running"
+
+
+def template(value: Template) -> schemas.Template:
+    return schemas.Template(
+        template_id=value.id,
+        build_id=value.build_id,
+        cpu_count=value.vcpus,
+        memory_mb=value.memory_mib,
+        disk_size_mb=value.disk_mib,
+        public=True,
+        aliases=list(value.aliases),
+        names=list(value.aliases),
+        created_at=value.created_at,
+        updated_at=value.updated_at,
+        created_by=None,
+        last_spawned_at=value.last_spawned_at,
+        spawn_count=value.spawn_count,
+        build_count=1,
+        envd_version=value.envd_version,
+        build_status="ready",
+    )
+
+
+def template_with_builds(value: Template) -> schemas.TemplateWithBuilds:
+    build = schemas.TemplateBuild(
+        build_id=value.build_id,
+        status="ready",
+        created_at=value.created_at,
+        updated_at=value.updated_at,
+        finished_at=value.updated_at,
+        cpu_count=value.vcpus,
+        memory_mb=value.memory_mib,
+        disk_size_mb=value.disk_mib,
+        envd_version=value.envd_version,
+    )
+    return schemas.TemplateWithBuilds(
+        template_id=value.id,
+        public=True,
+        aliases=list(value.aliases),
+        names=list(value.aliases),
+        created_at=value.created_at,
+        updated_at=value.updated_at,
+        last_spawned_at=value.last_spawned_at,
+        spawn_count=value.spawn_count,
+        builds=[build],
+    )

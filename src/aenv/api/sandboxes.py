@@ -1,0 +1,156 @@
+"""Sandbox endpoints: creation, single sandboxes, lifecycle."""
+
+from fastapi import APIRouter, Response
+
+from aenv.api import convert, schemas
+from aenv.api.context import Context, Ctx, SandboxId, errors
+from aenv.api.errors import UnsupportedError, describe
+from aenv.errors import InvalidRequestError
+from aenv.orchestrator.model import ForkOutcome
+
+router = APIRouter(tags=["sandboxes"])
+
+_V1_TIMEOUT = 15  # seconds, E2B's defaults
+_V2_TIMEOUT = 300
+
+
+@router.post("/sandboxes", status_code=201, response_model_exclude_none=True, responses=errors(400, 404, 503))
+async def create(body: schemas.NewSandbox, context: Ctx, response: Response) -> schemas.Sandbox:
+    """Create a sandbox from a template. It pauses when its time is over, unless ``autoPause`` is false."""
+    return await _create(body, context, response, default_timeout=_V1_TIMEOUT, always_secure=False)
+
+
+@router.post("/v2/sandboxes", status_code=201, response_model_exclude_none=True, responses=errors(400, 404, 503))
+async def create_v2(body: schemas.NewSandbox, context: Ctx, response: Response) -> schemas.Sandbox:
+    """As POST /sandboxes; envd always asks for the access token, and the default time to live is 300 s."""
+    return await _create(body, context, response, default_timeout=_V2_TIMEOUT, always_secure=True)
+
+
+async def _create(
+    body: schemas.NewSandbox, context: Context, response: Response, *, default_timeout: int, always_secure: bool
+) -> schemas.Sandbox:
+    spec = convert.spec(body, context.settings, default_timeout=default_timeout, always_secure=always_secure)
+    created = await context.orchestrator.create(spec)
+    response.headers["x-agentenv-sandbox-id"] = created.id
+    return convert.sandbox(created, context.settings)
+
+
+@router.get("/sandboxes/{sandboxID}", response_model_exclude_none=True, responses=errors(404))
+async def get(sandbox_id: SandboxId, context: Ctx) -> schemas.SandboxDetail:
+    return convert.detail(await context.orchestrator.get(sandbox_id), context.settings)
+
+
+@router.delete("/sandboxes/{sandboxID}", status_code=204, responses=errors(404))
+async def kill(sandbox_id: SandboxId, context: Ctx) -> None:
+    await context.orchestrator.kill(sandbox_id)
+
+
+@router.post("/sandboxes/{sandboxID}/pause", status_code=204, responses=errors(400, 404, 409))
+async def pause(sandbox_id: SandboxId, context: Ctx, body: schemas.PauseRequest | None = None) -> None:
+    if body is not None and body.memory is False:
+        raise UnsupportedError("A filesystem-only pause (memory: false) is not supported by this server.")
+    if body is not None and body.require_healthy_guest:
+        raise UnsupportedError("requireHealthyGuest is not supported by this server.")
+    await context.orchestrator.pause(sandbox_id)
+
+
+@router.post(
+    "/sandboxes/{sandboxID}/resume",
+    status_code=201,
+    deprecated=True,
+    response_model_exclude_none=True,
+    responses=errors(400, 404, 409, 503),
+)
+async def resume(sandbox_id: SandboxId, context: Ctx, body: schemas.ResumeRequest | None = None) -> schemas.Sandbox:
+    body = body or schemas.ResumeRequest()
+    _with_memory(body.memory)
+    timeout = convert.seconds(body.timeout, context.settings)
+    resumed = await context.orchestrator.resume(sandbox_id, timeout, body.auto_pause)
+    return convert.sandbox(resumed, context.settings)
+
+
+@router.post(
+    "/sandboxes/{sandboxID}/connect",
+    response_model_exclude_none=True,
+    responses={
+        201: {"model": schemas.Sandbox, "description": "It was paused and is resumed"},
+        **errors(400, 404, 503),
+    },
+)
+async def connect(
+    sandbox_id: SandboxId, body: schemas.ConnectRequest, context: Ctx, response: Response
+) -> schemas.Sandbox:
+    """Resume the sandbox if it is paused. Its end of life is only ever moved back."""
+    return await _connect(sandbox_id, body.timeout, body.memory, context, response)
+
+
+@router.post(
+    "/v2/sandboxes/{sandboxID}/connect",
+    response_model_exclude_none=True,
+    responses={
+        201: {"model": schemas.Sandbox, "description": "It was paused and is resumed"},
+        **errors(400, 404, 503),
+    },
+)
+async def connect_v2(
+    sandbox_id: SandboxId, context: Ctx, response: Response, body: schemas.ConnectRequestV2 | None = None
+) -> schemas.Sandbox:
+    """As POST /sandboxes/{sandboxID}/connect, with a default time to live of 300 s."""
+    body = body or schemas.ConnectRequestV2()
+    return await _connect(sandbox_id, body.timeout, body.memory, context, response)
+
+
+async def _connect(
+    sandbox_id: str, timeout: int, memory: bool | None, context: Context, response: Response
+) -> schemas.Sandbox:
+    _with_memory(memory)
+    timeout = convert.seconds(timeout, context.settings)
+    connected, resumed = await context.orchestrator.connect(sandbox_id, timeout)
+    response.status_code = 201 if resumed else 200
+    return convert.sandbox(connected, context.settings)
+
+
+def _with_memory(memory: bool | None) -> None:
+    if memory is False:
+        raise UnsupportedError("Resuming without memory (memory: false) is not supported by this server.")
+
+
+@router.post("/sandboxes/{sandboxID}/timeout", status_code=204, responses=errors(400, 404, 409))
+async def set_timeout(sandbox_id: SandboxId, body: schemas.TimeoutRequest, context: Ctx) -> None:
+    """The sandbox ends ``timeout`` seconds from now, sooner or later than before."""
+    await context.orchestrator.set_timeout(sandbox_id, convert.seconds(body.timeout, context.settings))
+
+
+@router.post("/sandboxes/{sandboxID}/refreshes", status_code=204, responses=errors(400, 404))
+async def refresh(sandbox_id: SandboxId, context: Ctx, body: schemas.RefreshRequest | None = None) -> None:
+    """The sandbox lives at least ``duration`` more seconds."""
+    duration = (body or schemas.RefreshRequest()).duration
+    limit = convert.MAX_REFRESH
+    await context.orchestrator.refresh(
+        sandbox_id, convert.seconds(duration, context.settings, field="duration", limit=limit)
+    )
+
+
+@router.post(
+    "/sandboxes/{sandboxID}/fork",
+    status_code=201,
+    response_model_exclude_none=True,
+    responses=errors(400, 404, 409, 503),
+)
+async def fork(
+    sandbox_id: SandboxId, context: Ctx, body: schemas.ForkRequest | None = None
+) -> list[schemas.ForkResult]:
+    """Start ``count`` sandboxes from this one as it is now. One result per child: the sandbox or its error."""
+    body = body or schemas.ForkRequest()
+    most = context.settings.max_fork
+    if not 1 <= body.count <= most:
+        raise InvalidRequestError(f"count: must be from 1 to {most}, not {body.count}.")
+    timeout = None if body.timeout is None else convert.seconds(body.timeout, context.settings)
+    outcomes = await context.orchestrator.fork(sandbox_id, body.count, timeout)
+    return [_fork_result(outcome, context) for outcome in outcomes]
+
+
+def _fork_result(outcome: ForkOutcome, context: Context) -> schemas.ForkResult:
+    if outcome.sandbox is not None:
+        return schemas.ForkResult(sandbox=convert.sandbox(outcome.sandbox, context.settings))
+    return schemas.ForkResult(error=describe(outcome.error or RuntimeError("fork without outcome")))

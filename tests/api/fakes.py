@@ -1,0 +1,207 @@
+"""An in-memory orchestrator and ways to serve the API over it."""
+
+import asyncio
+import secrets
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+
+import httpx
+import uvicorn
+
+from aenv.api.app import Application, create_app
+from aenv.api.server import uvicorn_config
+from aenv.config import Settings
+from aenv.errors import (
+    CapacityError,
+    ConflictError,
+    InvalidRequestError,
+    SandboxNotFoundError,
+    TemplateNotFoundError,
+)
+from aenv.orchestrator.interface import Orchestrator
+from aenv.orchestrator.model import (
+    ForkOutcome,
+    Sandbox,
+    SandboxFilter,
+    SandboxPage,
+    SandboxSpec,
+    SandboxState,
+    Template,
+    Upstream,
+)
+
+KEY = "e2b_" + "0" * 40
+_NOW = datetime(2026, 1, 31, 12, 0, tzinfo=UTC)
+
+
+def template(number: int) -> Template:
+    return Template(
+        id=f"template{number:012}",
+        build_id=f"build{number}",
+        aliases=("base",) if number == 0 else (f"team/t{number}",),
+        snapshot_id=f"snap{number}",
+        vcpus=2,
+        memory_mib=512,
+        disk_mib=4096,
+        envd_version="0.5.0",
+        initramfs_sha256="0" * 64,
+        created_at=_NOW + timedelta(seconds=number),
+        updated_at=_NOW,
+    )
+
+
+class FakeOrchestrator:
+    """Keeps the contract of ``Orchestrator`` without any machine; ``specs`` records what was asked for."""
+
+    def __init__(self) -> None:
+        self.sandboxes: dict[str, Sandbox] = {}
+        self.specs: list[SandboxSpec] = []
+        self.known = [template(number) for number in range(3)]
+        self.capacity = 1000
+        self.broken: Exception | None = None
+
+    async def create(self, spec: SandboxSpec) -> Sandbox:
+        self.specs.append(spec)
+        found = next((t for t in self.known if spec.template in (t.id, *t.aliases)), None)
+        if found is None:
+            raise TemplateNotFoundError(spec.template)
+        if len(self.sandboxes) >= self.capacity:
+            raise CapacityError("No room for another sandbox.", "Kill one.")
+        now = datetime.now(UTC)
+        made = Sandbox(
+            id=secrets.token_hex(10),
+            template_id=found.id,
+            template_alias=found.aliases[0],
+            state=SandboxState.RUNNING,
+            started_at=now,
+            end_at=now + timedelta(seconds=spec.timeout),
+            timeout=spec.timeout,
+            auto_pause=spec.auto_pause,
+            auto_resume=spec.auto_resume,
+            metadata=spec.metadata,
+            env_vars=spec.env_vars,
+            envd_access_token=secrets.token_hex(8) if spec.secure else None,
+            traffic_access_token=None if spec.allow_public_traffic else secrets.token_hex(8),
+            egress=spec.egress,
+            vcpus=2,
+            memory_mib=512,
+            disk_mib=4096,
+            envd_version="0.5.0",
+        )
+        self.sandboxes[made.id] = made
+        return made
+
+    async def get(self, sandbox_id: str) -> Sandbox:
+        if self.broken is not None:
+            raise self.broken
+        if sandbox_id not in self.sandboxes:
+            raise SandboxNotFoundError(sandbox_id)
+        return self.sandboxes[sandbox_id]
+
+    async def kill(self, sandbox_id: str) -> None:
+        await self.get(sandbox_id)
+        del self.sandboxes[sandbox_id]
+
+    async def pause(self, sandbox_id: str) -> Sandbox:
+        return await self._change(sandbox_id, SandboxState.RUNNING, state=SandboxState.PAUSED)
+
+    async def resume(self, sandbox_id: str, timeout: int, auto_pause: bool | None) -> Sandbox:
+        await self._change(sandbox_id, SandboxState.PAUSED, state=SandboxState.RUNNING)
+        return await self.set_timeout(sandbox_id, timeout)
+
+    async def connect(self, sandbox_id: str, timeout: int) -> tuple[Sandbox, bool]:
+        if (await self.get(sandbox_id)).state is SandboxState.PAUSED:
+            return await self.resume(sandbox_id, timeout, None), True
+        return await self.refresh(sandbox_id, timeout), False
+
+    async def set_timeout(self, sandbox_id: str, timeout: int) -> Sandbox:
+        end = datetime.now(UTC) + timedelta(seconds=timeout)
+        return await self._change(sandbox_id, SandboxState.RUNNING, end_at=end)
+
+    async def refresh(self, sandbox_id: str, duration: int) -> Sandbox:
+        end = max((await self.get(sandbox_id)).end_at, datetime.now(UTC) + timedelta(seconds=duration))
+        return await self._change(sandbox_id, SandboxState.RUNNING, end_at=end)
+
+    async def fork(self, sandbox_id: str, count: int, timeout: int | None) -> Sequence[ForkOutcome]:
+        parent = await self.get(sandbox_id)
+        outcomes = []
+        for _ in range(count):
+            if len(self.sandboxes) >= self.capacity:
+                outcomes.append(ForkOutcome(error=CapacityError("No room for another sandbox.")))
+                continue
+            child = replace(parent, id=secrets.token_hex(10), parent_id=parent.id, state=SandboxState.RUNNING)
+            self.sandboxes[child.id] = child
+            outcomes.append(ForkOutcome(sandbox=child))
+        return outcomes
+
+    async def templates(self) -> Sequence[Template]:
+        return self.known
+
+    async def upstream(self, sandbox_id: str) -> Upstream:
+        sandbox = await self.get(sandbox_id)
+        if sandbox.state is not SandboxState.RUNNING:
+            raise ConflictError("paused")
+        return Upstream(sandbox, "127.0.0.1", 1)
+
+    async def list(self, where: SandboxFilter, limit: int, token: str | None) -> SandboxPage:
+        found = [s for s in reversed(self.sandboxes.values()) if _matches(s, where)]
+        start = 0
+        if token is not None:
+            start = next((i + 1 for i, s in enumerate(found) if s.id == token), -1)
+            if start < 0:
+                raise InvalidRequestError("nextToken: not one of ours.")
+        items = tuple(found[start : start + limit])
+        return SandboxPage(items, items[-1].id if start + limit < len(found) else None)
+
+    async def _change(self, sandbox_id: str, wanted: SandboxState, **changes: object) -> Sandbox:
+        sandbox = await self.get(sandbox_id)
+        if sandbox.state is not wanted:
+            raise ConflictError(f"Sandbox {sandbox_id} is {sandbox.state}, not {wanted}.")
+        changed = replace(sandbox, **changes)  # type: ignore[arg-type]
+        self.sandboxes[sandbox_id] = changed
+        return changed
+
+
+def _matches(sandbox: Sandbox, where: SandboxFilter) -> bool:
+    return (
+        (not where.states or sandbox.state.public in where.states)
+        and where.metadata.items() <= sandbox.metadata.items()
+        and where.template in (None, sandbox.template_id, sandbox.template_alias)
+    )
+
+
+def application(fake: FakeOrchestrator, **settings: object) -> Application:
+    orchestrator: Orchestrator = fake
+    configured = Settings.model_validate({"domain": "sandbox.test", **settings})
+    return create_app(configured, orchestrator, lambda key: secrets.compare_digest(key, KEY))
+
+
+@asynccontextmanager
+async def api(fake: FakeOrchestrator, key: str | None = KEY, **settings: object) -> AsyncIterator[httpx.AsyncClient]:
+    """An HTTP client of the app, without sockets."""
+    transport = httpx.ASGITransport(application(fake, **settings))
+    headers = {} if key is None else {"X-API-Key": key}
+    async with httpx.AsyncClient(transport=transport, base_url="http://api.test", headers=headers) as client:
+        yield client
+
+
+@contextmanager
+def served(fake: FakeOrchestrator) -> Iterator[str]:
+    """The app on a real port, in a thread with its own loop, for blocking clients; yields its URL."""
+    settings = Settings.model_validate({"host": "127.0.0.1", "port": 0})
+    server = uvicorn.Server(uvicorn_config(application(fake), settings, grace=1))
+    thread = threading.Thread(target=asyncio.run, args=(server.serve(),), daemon=True)
+    thread.start()
+    waited = threading.Event()
+    for _ in range(2000):
+        if server.started:
+            break
+        waited.wait(0.01)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(10)
