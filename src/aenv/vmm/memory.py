@@ -1,0 +1,265 @@
+"""Guest RAM of a running VM: which pages are its own, reading them into a layer, writing a layer into it.
+
+RAM is one private mapping of an immutable file in the VMM's process. A page that was ever written is anonymous (or
+swapped) from then on; every other page still is the file's. So "what differs from the base" needs no dirty log
+and no co-operation of the VMM. All functions block: call them in a worker thread, with the VM stopped.
+"""
+
+import ctypes
+import fcntl
+import os
+import struct
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aenv.errors import CorruptFileError, VmmError
+from aenv.storage import lsmt
+
+PAGE = 4096
+IOV_MAX = 1024
+CHUNK = 1024  # pages read at once: 4 MiB
+PAGEMAP_SCAN = 0xC0606610  # _IOWR('f', 16, struct pm_scan_arg), linux/fs.h since Linux 6.7
+IS_FILE, IS_PRESENT, IS_SWAPPED = 1 << 2, 1 << 3, 1 << 4
+REGIONS = 4096  # regions that one ioctl may return
+# /proc/PID/pagemap, Documentation/admin-guide/mm/pagemap.rst
+BIT_FILE, BIT_SWAP, BIT_PRESENT = np.uint64(1 << 61), np.uint64(1 << 62), np.uint64(1 << 63)
+
+Words = NDArray[np.uint64]
+_libc = ctypes.CDLL(None, use_errno=True)
+for _name in ("process_vm_readv", "process_vm_writev"):
+    getattr(_libc, _name).argtypes = [
+        ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong,
+    ]  # fmt: skip
+    getattr(_libc, _name).restype = ctypes.c_ssize_t
+
+
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    """Guest RAM in the address space of ``pid``: ``start`` corresponds to offset 0 of the file."""
+
+    pid: int
+    start: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """Bytes written as data, and bytes that were zero."""
+
+    data: int
+    zero: int
+
+
+def find_mapping(pid: int, base: Path, size: int) -> Mapping:
+    """Where ``pid`` maps ``base``. Raises VmmError when it does not, or not as one linear piece of ``size`` bytes."""
+    stat = base.stat()
+    device = f"{os.major(stat.st_dev):02x}:{os.minor(stat.st_dev):02x}"
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError as error:
+        raise VmmError(f"Process {pid} is gone.") from error
+    start, end = 0, 0
+    for line in lines:
+        span, _, offset, dev, inode = line.split(None, 5)[:5]
+        if dev != device or int(inode) != stat.st_ino:
+            continue
+        low, high = (int(x, 16) for x in span.split("-"))
+        # The kernel may have split the mapping; the pieces must follow each other.
+        if not start:
+            start = end = low
+        if low != end or int(offset, 16) != low - start:
+            raise VmmError(f"Process {pid} does not map {base} in one piece.")
+        end = high
+    if end - start != size:
+        raise VmmError(f"Process {pid} maps {end - start} bytes of {base}, not {size}.")
+    return Mapping(pid, start, size)
+
+
+def private_runs(mapping: Mapping) -> tuple[Words, Words]:
+    """Page numbers and lengths (pages) of the runs of pages that are the process's own, ascending."""
+    try:
+        fd = os.open(f"/proc/{mapping.pid}/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise VmmError(f"Process {mapping.pid} is gone.") from error
+    try:
+        try:
+            starts, ends = _scan(fd, mapping)
+        except OSError:  # ENOTTY: Linux < 6.7
+            return _runs_by_pagemap(fd, mapping)
+    finally:
+        os.close(fd)
+    base = np.uint64(mapping.start)
+    first = (starts - base) // np.uint64(PAGE)
+    return first, (ends - starts) // np.uint64(PAGE)
+
+
+def _scan(fd: int, mapping: Mapping) -> tuple[Words, Words]:
+    vector = np.zeros((REGIONS, 3), dtype=np.uint64)
+    start, end = mapping.start, mapping.start + mapping.size
+    found = []
+    while start < end:
+        # size, flags, start, end, walk_end, vec, vec_len, max_pages, inverted, mask, anyof, return
+        argument = bytearray(
+            struct.pack(
+                "12Q", 96, 0, start, end, 0, vector.ctypes.data, REGIONS, 0,
+                IS_FILE, IS_FILE, IS_PRESENT | IS_SWAPPED, IS_FILE,
+            )
+        )  # fmt: skip
+        count = fcntl.ioctl(fd, PAGEMAP_SCAN, argument, True)
+        found.append(vector[:count, :2].copy())
+        start = struct.unpack_from("Q", argument, 32)[0]
+    regions = np.concatenate(found)
+    starts, ends = regions[:, 0], regions[:, 1]
+    if len(starts) > 1:
+        joins = ends[:-1] == starts[1:]
+        starts, ends = starts[np.concatenate(([True], ~joins))], ends[np.concatenate((~joins, [True]))]
+    return starts, ends
+
+
+def _runs_by_pagemap(fd: int, mapping: Mapping) -> tuple[Words, Words]:
+    pages = mapping.size // PAGE
+    entries = np.empty(pages, dtype=np.uint64)
+    view = memoryview(entries).cast("B")
+    got = 0
+    while got < len(view):
+        count = os.preadv(fd, [view[got:]], mapping.start // PAGE * 8 + got)
+        if count <= 0:
+            raise VmmError(f"Process {mapping.pid} is gone.")
+        got += count
+    own = ((entries & (BIT_PRESENT | BIT_SWAP)) != 0) & ((entries & BIT_FILE) == 0)
+    return runs(np.flatnonzero(own).astype(np.uint64))
+
+
+def runs(pages: Words) -> tuple[Words, Words]:
+    """Ascending page numbers as runs: first page and length of each."""
+    if not len(pages):
+        return pages, pages
+    breaks = np.flatnonzero(np.diff(pages) != 1) + 1
+    first = pages[np.concatenate(([0], breaks))]
+    return first, np.diff(np.concatenate((np.concatenate(([0], breaks)), [len(pages)]))).astype(np.uint64)
+
+
+def chunks(first: Words, length: Words, limit: int) -> list[tuple[Words, Words]]:
+    """The same runs in groups of at most ``limit`` pages and IOV_MAX runs, long runs split."""
+    out: list[tuple[Words, Words]] = []
+    starts: list[int] = []
+    lengths: list[int] = []
+    room = limit
+    for start, size in zip(first.tolist(), length.tolist(), strict=True):
+        while size:
+            if not room or len(starts) == IOV_MAX:
+                out.append((np.array(starts, dtype=np.uint64), np.array(lengths, dtype=np.uint64)))
+                starts, lengths, room = [], [], limit
+            take = min(size, room)
+            starts.append(start)
+            lengths.append(take)
+            start, size, room = start + take, size - take, room - take
+    if starts:
+        out.append((np.array(starts, dtype=np.uint64), np.array(lengths, dtype=np.uint64)))
+    return out
+
+
+def capture(mapping: Mapping, delta: Path, over_zeros: bool) -> Captured:
+    """Write every page that is the process's own to a layer at ``delta``.
+
+    Zero pages become ``zeroed`` entries; with ``over_zeros`` (the base is an empty file) they are left out.
+    Raises VmmError when the process goes away, CapacityError when the disk is full; no file is left then.
+    """
+    first, length = private_runs(mapping)
+    buffer = np.empty((CHUNK, PAGE // 8), dtype=np.uint64)
+    data = zero = 0
+    page = np.uint64(PAGE)
+    with lsmt.LayerWriter(delta, mapping.size) as writer:
+        for starts, lengths in chunks(first, length, CHUNK):
+            count = int(lengths.sum())
+            _transfer(_libc.process_vm_readv, mapping, starts, lengths, buffer.ctypes.data)
+            block = buffer[:count]
+            numbers = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths.astype(np.int64))
+            numbers += np.arange(count, dtype=np.uint64)
+            full = block[:, 0] != 0
+            full[~full] = block[~full].any(axis=1)
+            kept = count if full.all() else int(np.count_nonzero(full))
+            if kept < count:
+                block = block[full]
+                at, size = runs(numbers[~full])
+                zero += count - kept
+                if not over_zeros:
+                    writer.add_zeroed(at * page, size * page)
+            if kept:
+                at, size = runs(numbers[full])
+                writer.add(at * page, size * page, memoryview(block).cast("B"))
+                data += kept
+        writer.commit()
+    return Captured(data * PAGE, zero * PAGE)
+
+
+def inject(mapping: Mapping, delta: Path) -> int:
+    """Write the layer's extents into guest RAM; bytes written.
+
+    Raises CorruptFileError when the layer is damaged or made for another size, VmmError when the process is gone.
+    """
+    with lsmt.Layer(delta) as layer:
+        if layer.virtual_size != mapping.size:
+            raise CorruptFileError(
+                f"{delta} is for {layer.virtual_size} bytes of memory, and the VM has {mapping.size}."
+            )
+        extents = layer.extents
+        if not len(extents):
+            return 0
+        with layer.mapped() as file:
+            view = np.frombuffer(file, dtype=np.uint8)
+            try:
+                local = np.uint64(view.ctypes.data) + extents.source
+                zeros = extents.zeroed
+                _write(mapping, local[~zeros], extents.offset[~zeros], extents.length[~zeros])
+            finally:
+                del view
+        _write_zeros(mapping, extents.offset[zeros], extents.length[zeros])
+        return int(extents.length.sum())
+
+
+def _write_zeros(mapping: Mapping, offset: Words, length: Words) -> None:
+    if not len(offset):
+        return
+    zeros = np.zeros(int(min(int(length.max()), 1 << 20)), dtype=np.uint8)
+    offsets, lengths = [], []
+    for at, size in zip(offset.tolist(), length.tolist(), strict=True):
+        for skip in range(0, size, len(zeros)):
+            offsets.append(at + skip)
+            lengths.append(min(len(zeros), size - skip))
+    local = np.full(len(offsets), zeros.ctypes.data, dtype=np.uint64)
+    _write(mapping, local, np.array(offsets, dtype=np.uint64), np.array(lengths, dtype=np.uint64))
+
+
+def _write(mapping: Mapping, local: Words, offset: Words, length: Words) -> None:
+    remote = offset + np.uint64(mapping.start)
+    ends = np.cumsum(length)
+    at = 0
+    while at < len(local):
+        # MAX_RW_COUNT: the kernel transfers less than 2 GiB at once.
+        limit = int(np.searchsorted(ends, ends[at] - length[at] + np.uint64(1 << 30), side="right"))
+        part = slice(at, min(at + IOV_MAX, limit))
+        at = part.stop
+        ours = np.ascontiguousarray(np.stack((local[part], length[part]), axis=1))
+        theirs = np.ascontiguousarray(np.stack((remote[part], length[part]), axis=1))
+        _call(_libc.process_vm_writev, mapping, ours, theirs, int(length[part].sum()))
+
+
+def _transfer(function: object, mapping: Mapping, first: Words, length: Words, address: int) -> None:
+    size = length * np.uint64(PAGE)
+    theirs = np.ascontiguousarray(np.stack((first * np.uint64(PAGE) + np.uint64(mapping.start), size), axis=1))
+    total = int(size.sum())
+    _call(function, mapping, np.array([[address, total]], dtype=np.uint64), theirs, total)
+
+
+def _call(function: object, mapping: Mapping, ours: Words, theirs: Words, total: int) -> None:
+    """One process_vm_readv(2)/writev(2): both sides are arrays of struct iovec."""
+    assert callable(function) and sys.byteorder == "little"
+    done = function(mapping.pid, ours.ctypes.data, len(ours), theirs.ctypes.data, len(theirs), 0)
+    if done != total:
+        why = os.strerror(ctypes.get_errno()) if done < 0 else f"{done} of {total} bytes"
+        raise VmmError(f"Memory of process {mapping.pid} cannot be accessed: {why}.")

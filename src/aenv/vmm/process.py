@@ -1,0 +1,148 @@
+"""A VMM process: started inside a network namespace, outliving the server, found again by pid and start time."""
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from aenv.errors import VmmError
+
+CLONE_NEWNET = 0x40000000  # namespaces(7)
+NETNS_DIRECTORY = Path("/run/netns")
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def start_time(pid: int) -> int | None:
+    """Field 22 of ``/proc/PID/stat`` (clock ticks since boot, proc_pid_stat(5)); None when gone or a zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    fields = stat[stat.rindex(b")") + 2 :].split()
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+@contextlib.contextmanager
+def _entered(netns: str) -> Iterator[None]:
+    """This thread, and what it starts, in another network namespace. Not for the event loop's thread."""
+    assert threading.current_thread() is not threading.main_thread()
+    home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        try:
+            target = os.open(NETNS_DIRECTORY / netns, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise VmmError(f"Network namespace {netns!r} cannot be entered: {error}.") from error
+        try:
+            _setns(target)
+        finally:
+            os.close(target)
+        try:
+            yield
+        finally:
+            _setns(home)
+    finally:
+        os.close(home)
+
+
+def _setns(fd: int) -> None:
+    if _libc.setns(fd, CLONE_NEWNET):
+        code = ctypes.get_errno()
+        raise VmmError(f"setns failed: {os.strerror(code)}.")
+
+
+def launch(argv: Sequence[str], netns: str | None, errors: Path, pass_fds: Iterable[int]) -> int:
+    """Start a process in its own session with nothing of ours attached; its pid. Call in a worker thread.
+
+    The thread enters the namespace, and the child inherits that: unlike ``nsenter`` this needs no second exec, and
+    unlike ``preexec_fn`` it lets ``subprocess`` use vfork, which does not copy the server's page tables.
+    """
+    with contextlib.ExitStack() as stack:
+        if netns is not None:
+            stack.enter_context(_entered(netns))
+        log = stack.enter_context(errors.open("ab"))
+        try:
+            process = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=tuple(pass_fds),
+                start_new_session=True,
+                cwd="/",
+                env={"PATH": os.environ.get("PATH", "/usr/sbin:/usr/bin:/sbin:/bin"), "LANG": "C"},
+            )
+        except OSError as error:
+            raise VmmError(f"{argv[0]} cannot be started: {error}.", "Is it installed?") from error
+    # ``Process`` reaps it; Popen must neither do that nor warn that nobody did.
+    process.returncode = 0
+    return process.pid
+
+
+def find_by_argument(argument: str) -> list[int]:
+    """Pids of processes that have ``argument`` among their arguments."""
+    wanted = argument.encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                if wanted in (entry / "cmdline").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+    return found
+
+
+class Process:
+    """A running process, ours or adopted, watched through a pidfd, so that its pid can never be mistaken.
+
+    Made on the event loop, which reaps it when it is our child: no zombie is left whether or not anyone waits.
+    """
+
+    def __init__(self, pid: int, expected_start: int | None = None) -> None:
+        """Raises ProcessLookupError when it is gone, or not the one that started at ``expected_start``."""
+        self.pid = pid
+        self._status: int | None = None
+        self._loop = asyncio.get_running_loop()
+        self._ended = asyncio.Event()
+        self._fd = os.pidfd_open(pid)
+        start = start_time(pid)
+        if start is None and expected_start is None:
+            start = 0  # our own child, dead already: the pidfd says so as soon as the loop looks
+        if start is None or (expected_start is not None and start != expected_start):
+            os.close(self._fd)
+            raise ProcessLookupError(f"Process {pid} is not the one that was started.")
+        self.start = start
+        self._loop.add_reader(self._fd, self._on_end)
+
+    @property
+    def alive(self) -> bool:
+        if self._fd < 0:
+            return False
+        try:
+            signal.pidfd_send_signal(self._fd, 0)
+        except ProcessLookupError:
+            return False
+        return start_time(self.pid) is not None  # an unreaped zombie still takes signals
+
+    def send(self, number: signal.Signals) -> None:
+        """Signal it; nothing happens when it has ended."""
+        if self._fd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._fd, number)
+
+    async def wait(self) -> int | None:
+        """Exit status as in ``subprocess`` (negative: signal); None when it was not our child."""
+        await self._ended.wait()
+        return self._status
+
+    def _on_end(self) -> None:
+        self._loop.remove_reader(self._fd)
+        with contextlib.suppress(ChildProcessError):
+            _, status = os.waitpid(self.pid, os.WNOHANG)
+            self._status = os.waitstatus_to_exitcode(status)
+        os.close(self._fd)
+        self._fd = -1
+        self._ended.set()
