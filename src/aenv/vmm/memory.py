@@ -123,7 +123,7 @@ def _scan(fd: int, mapping: Mapping) -> tuple[Words, Words]:
 def _runs_by_pagemap(fd: int, mapping: Mapping) -> tuple[Words, Words]:
     pages = mapping.size // PAGE
     entries = np.empty(pages, dtype=np.uint64)
-    view = memoryview(entries).cast("B")
+    view = entries.view(np.uint8).data
     got = 0
     while got < len(view):
         count = os.preadv(fd, [view[got:]], mapping.start // PAGE * 8 + got)
@@ -191,7 +191,7 @@ def capture(mapping: Mapping, delta: Path, over_zeros: bool) -> Captured:
                     writer.add_zeroed(at * page, size * page)
             if kept:
                 at, size = runs(numbers[full])
-                writer.add(at * page, size * page, memoryview(block).cast("B"))
+                writer.add(at * page, size * page, block.reshape(-1).view(np.uint8).data)
                 data += kept
         writer.commit()
     return Captured(data * PAGE, zero * PAGE)

@@ -196,7 +196,7 @@ class QemuVm:
         except VmmError:
             with contextlib.suppress(VmmError):
                 await self._qmp.execute("blockdev-del", {"node-name": fresh})
-            overlay.unlink(missing_ok=True)
+            await self._blocking(overlay.unlink, True)
             raise
 
     async def wait(self) -> int | None:
@@ -384,7 +384,7 @@ class QemuVmm:
         """Remove what a VM left behind; also a process that started when the server died before noting its pid."""
         directory = self._directory(vm_id)
         if directory.exists():
-            for pid in process.find_by_argument(f"aenv-{vm_id}"):
+            for pid in process.find_by_argument(qemu_command.process_name(vm_id)):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         shutil.rmtree(directory, ignore_errors=True)

@@ -12,6 +12,7 @@ from aenv.vmm.protocol import Accelerator, MachineShape, NetworkAttachment
 # slots instead of 24, which saves about 2 ms of a restore. suppress-vmdesc: no JSON description in the state.
 # pit and pic stay on: without them the guest hangs under TCG.
 MACHINE = "microvm,acpi=on,pcie=off,rtc=on,ioapic2=off,suppress-vmdesc=on"
+DEVICE_MODEL = f"{MACHINE} virtio-blk virtio-net virtio-rng"
 ROOT_NODE = "root"
 MEMORY_ID = "mem"
 BASE_PARAMETERS = "console=ttyS0 reboot=t panic=-1 quiet loglevel=4 random.trust_cpu=on"
@@ -42,6 +43,11 @@ class BootSource:
 def escape(value: object) -> str:
     """A value inside a comma-separated QEMU option."""
     return str(value).replace(",", ",,")
+
+
+def process_name(vm_id: str) -> str:
+    """An argument by which a VM's process can be found."""
+    return f"aenv-{vm_id}"
 
 
 def kernel_parameters(platform: Platform, parameters: Mapping[str, str]) -> str:
@@ -120,7 +126,8 @@ def command(
     """
     machine = f"{MACHINE},memory-backend={MEMORY_ID}" if boot else MACHINE
     argv = [
-        platform.qemu, "-name", escape(f"aenv-{vm_id}"), "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot",
+        platform.qemu, "-name", escape(process_name(vm_id)),
+        "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot",
         "-sandbox", SANDBOX,
         "-M", machine,
         "-accel", accelerator_option(platform.accelerator, shape.vcpus),
@@ -146,3 +153,19 @@ def command(
         tap = f"tap,id=net,ifname={escape(network.tap)},script=no,downscript=no"
         argv += ["-netdev", tap, "-device", f"virtio-net-device,netdev=net,mac={network.mac}"]
     return [*argv, "-device", "virtio-rng-device"]
+
+
+def probe_command(platform: Platform, kernel: Path, initramfs: Path, console: Path) -> list[str]:
+    """The same machine without disk and network, with the kernel talking from its first instruction on."""
+    parameters = kernel_parameters(platform, {}).replace("quiet loglevel=4", "earlyprintk=ttyS0 loglevel=7")
+    return [
+        platform.qemu, "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot",
+        "-sandbox", SANDBOX,
+        "-M", MACHINE,
+        "-accel", accelerator_option(platform.accelerator, 1),
+        "-cpu", platform.cpu_model,
+        "-m", "256M",
+        "-kernel", str(kernel), "-initrd", str(initramfs), "-append", parameters,
+        "-chardev", f"file,id=console,path={escape(console)}", "-serial", "chardev:console",
+        "-device", "virtio-rng-device",
+    ]  # fmt: skip

@@ -1,0 +1,226 @@
+"""What accelerator works here: found out by booting the guest kernel, because nothing less proves it.
+
+On a host that is itself a paravirtual guest (PVM), ``/dev/kvm`` exists, ``KVM_CREATE_VM`` succeeds, and an ordinary
+kernel still does not run. A verdict is remembered in ``$AENV_HOME/probe.json`` for as long as the host's boot, the
+QEMU binary and the kernel are the same.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import hashlib
+import json
+import mmap
+import os
+import re
+import shutil
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from aenv.errors import VmmError
+from aenv.vmm import qemu_command
+from aenv.vmm.protocol import Accelerator
+
+# Printed by the kernel when it starts /init: processor, memory, interrupts and timer all work by then.
+MARKER = "Run /init as init process"
+TIMEOUT = {Accelerator.KVM: 10.0, Accelerator.TCG: 120.0}  # seconds; an idle host needs 0.5 and 3
+POLL = 0.05  # seconds
+REMEMBERED = "probe.json"
+TSC_FILE = "tsc-khz"
+MINIMUM_VERSION = (10, 0)
+KVM_DEVICE = Path("/dev/kvm")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one candidate did. ``reason`` is a sentence, ``advice`` what to do about it (empty when it works)."""
+
+    accelerator: Accelerator
+    works: bool
+    reason: str
+    advice: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class QemuBinary:
+    """``identity`` changes when the binary is replaced."""
+
+    path: str
+    version: str
+    identity: str
+
+
+async def find_qemu(name: str) -> QemuBinary:
+    """The binary and its version. Raises VmmError when it is missing, broken or too old."""
+    advice = "Install qemu-system-x86 (10 or newer), or set AENV_QEMU."
+    path = shutil.which(name)
+    if path is None:
+        raise VmmError(f"QEMU ({name}) is not installed.", advice)
+    try:
+        child = await asyncio.create_subprocess_exec(path, "--version", stdout=asyncio.subprocess.PIPE)
+        output, _ = await child.communicate()
+    except OSError as error:
+        raise VmmError(f"{path} cannot be run: {error}.", advice) from error
+    found = re.search(r"version (\d+)\.(\d+)\.(\d+)", output.decode(errors="replace"))
+    if not found:
+        raise VmmError(f"{path} --version does not name a version.", advice)
+    if (int(found[1]), int(found[2])) < MINIMUM_VERSION:
+        raise VmmError(f"{path} is version {found[0].split()[1]}.", advice)
+    stat = await asyncio.to_thread(os.stat, path)
+    return QemuBinary(path, ".".join(found.groups()), f"{path}:{stat.st_size}:{stat.st_mtime_ns}")
+
+
+def tsc_khz(home: Path) -> int:
+    """Frequency of the host's time stamp counter in kHz; blocks for 0.1 s.
+
+    It is part of fingerprints, so it must not flicker: the kernel's own figure when a measurement confirms it
+    (in virtual machines /proc/cpuinfo shows the TSC's, on bare metal the core's clock of the moment), else what this
+    node measured first, kept in ``home``.
+    """
+    measured = _measure_tsc()
+    found = re.search(r"^cpu MHz\s*:\s*([\d.]+)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    file = home / TSC_FILE
+    candidates = [round(float(found[1]) * 1000)] if found else []
+    with contextlib.suppress(OSError, ValueError):
+        candidates.insert(0, int(file.read_text()))
+    khz = next((c for c in candidates if abs(c - measured) < measured * 1e-3), measured)
+    if not candidates or khz != candidates[0] or not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_name(f".{file.name}.{os.getpid()}")
+        temporary.write_text(f"{khz}\n")
+        temporary.replace(file)
+    return khz
+
+
+def _measure_tsc() -> int:
+    code = bytes.fromhex("0f3148c1e2204809d0c3")  # rdtsc; shl rdx, 32; or rax, rdx; ret
+    with mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC) as page:
+        page.write(code)
+        anchor = ctypes.c_char.from_buffer(page)
+        rdtsc = ctypes.CFUNCTYPE(ctypes.c_uint64)(ctypes.addressof(anchor))
+
+        def sample() -> tuple[int, int, int]:
+            before, ticks, after = time.monotonic_ns(), rdtsc(), time.monotonic_ns()
+            return after - before, (before + after) // 2, ticks
+
+        # The narrowest of several: the scheduler may come between the two clocks.
+        _, began, first = min(sample() for _ in range(20))
+        time.sleep(0.1)
+        _, ended, last = min(sample() for _ in range(20))
+        del rdtsc, anchor
+    return round((last - first) * 1e6 / (ended - began))
+
+
+def host_cpu() -> str:
+    """Name of the host's CPU and a digest of its features: what a KVM snapshot of ``-cpu host`` depends on."""
+    text = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
+    fields = dict(re.findall(r"^([^\t:]+)\s*:\s*(.*)$", text, re.MULTILINE))
+    flags = " ".join(sorted(fields.get("flags", "").split()))
+    digest = hashlib.sha256(flags.encode()).hexdigest()[:8]
+    return f"{fields.get('model name', 'unknown').strip()}, features {digest}"
+
+
+async def probe(home: Path, qemu: QemuBinary, accelerator: Accelerator, kernel: Path, initramfs: Path) -> Verdict:
+    """Boot the kernel once, without disk or network, and say whether it reached user space."""
+    if accelerator is Accelerator.KVM and not os.access(KVM_DEVICE, os.R_OK | os.W_OK):
+        state = "may not be opened" if await asyncio.to_thread(KVM_DEVICE.exists) else "does not exist"
+        advice = "Enable virtualization in the firmware or nested virtualization in the cloud, and load kvm."
+        return Verdict(accelerator, False, f"{KVM_DEVICE} {state}.", advice, 0.0)
+    directory = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="aenv-probe-"))
+    began = time.monotonic()
+    try:
+        khz = await asyncio.to_thread(tsc_khz, home)
+        platform = qemu_command.Platform(qemu.path, accelerator, cpu_option(accelerator), khz)
+        argv = qemu_command.probe_command(platform, kernel, initramfs, directory / "console")
+        works, reason = await _watch(argv, directory, TIMEOUT[accelerator])
+    finally:
+        await asyncio.to_thread(shutil.rmtree, directory, True)
+    return Verdict(accelerator, works, reason, "" if works else _advice(accelerator), time.monotonic() - began)
+
+
+def cpu_option(accelerator: Accelerator) -> str:
+    """Value of ``-cpu``: everything TCG emulates, or everything the host has."""
+    return "host" if accelerator is Accelerator.KVM else "max"
+
+
+async def remembered_probe(
+    home: Path, qemu: QemuBinary, accelerator: Accelerator, kernel: Path, initramfs: Path, kernel_sha256: str
+) -> Verdict:
+    """``probe``, or its verdict of earlier in this boot of the host for the same binary and kernel."""
+    boot_id = await asyncio.to_thread(Path("/proc/sys/kernel/random/boot_id").read_text)
+    key = "|".join((boot_id.strip(), qemu.identity, qemu.version, kernel_sha256, qemu_command.MACHINE))
+    file = home / REMEMBERED
+    known = await asyncio.to_thread(_recall, file, key)
+    if accelerator in known:
+        return known[accelerator]
+    verdict = await probe(home, qemu, accelerator, kernel, initramfs)
+    known[accelerator] = verdict
+    await asyncio.to_thread(_remember, file, key, known)
+    return verdict
+
+
+def _recall(file: Path, key: str) -> dict[Accelerator, Verdict]:
+    try:
+        content = json.loads(file.read_text())
+        if content["key"] != key:
+            return {}
+        verdicts = [Verdict(**{**v, "accelerator": Accelerator(v["accelerator"])}) for v in content["verdicts"]]
+        return {verdict.accelerator: verdict for verdict in verdicts}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _remember(file: Path, key: str, verdicts: dict[Accelerator, Verdict]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    temporary.write_text(json.dumps({"key": key, "verdicts": [asdict(v) for v in verdicts.values()]}, indent=1))
+    temporary.replace(file)
+
+
+async def _watch(argv: list[str], directory: Path, timeout: float) -> tuple[bool, str]:
+    """Run it until the console shows the marker, it ends, or time is up."""
+    console, errors = directory / "console", directory / "errors"
+    with errors.open("wb") as log:
+        child = await asyncio.create_subprocess_exec(
+            *argv, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+    began = time.monotonic()
+    try:
+        while True:
+            seen = await asyncio.to_thread(_read, console)
+            elapsed = time.monotonic() - began
+            if MARKER in seen:
+                return True, f"The guest kernel reached user space in {elapsed:.1f} s."
+            if child.returncode is not None:
+                said = (await asyncio.to_thread(_read, errors)).strip().splitlines()
+                return False, f"QEMU ended after {elapsed:.1f} s: {said[-1] if said else _last(seen)}"
+            if elapsed > timeout:
+                said = (await asyncio.to_thread(_read, errors)).strip().splitlines()
+                words = f"; QEMU said: {said[0]}" if said else ""
+                return False, f"The guest kernel did not start within {timeout:g} s: {_last(seen)}{words}"
+            await asyncio.sleep(POLL)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            child.kill()
+        await child.wait()
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except FileNotFoundError:
+        return ""
+
+
+def _last(console: str) -> str:
+    lines = [line.strip() for line in console.splitlines() if line.strip()]
+    return f"its last words were {lines[-1]!r}." if lines else "it printed nothing."
+
+
+def _advice(accelerator: Accelerator) -> str:
+    if accelerator is Accelerator.KVM:
+        return "This host's KVM cannot run an ordinary kernel; use a host with hardware virtualization for speed."
+    return "Check the QEMU installation and the kernel file (AENV_QEMU, AENV_KERNEL)."
