@@ -3,7 +3,7 @@
 import contextlib
 import fcntl
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +60,7 @@ def find_envd(settings: Settings) -> Path:
 
 
 @contextlib.contextmanager
-def exclusive(layout: Layout) -> AsyncIterator[None]:  # type: ignore[misc]
+def exclusive(layout: Layout) -> Iterator[None]:
     """Hold the home: two servers on one home would undo each other's work. Raises ConflictError."""
     descriptor = os.open(layout.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -160,15 +160,15 @@ async def ensure_base(
             continue
         snapshot = store.snapshots[template.snapshot_id]
         problems = snapshot.fingerprint.mismatches(vmm.fingerprint)
-        if not problems and template.envd_version == artifacts.envd_version:
+        if not problems and template.initramfs_sha256 == artifacts.initramfs_sha256:
             return
-        progress(f"rebuilding the {BASE} template: {'; '.join(problems) or 'envd is newer'}")
+        progress(f"rebuilding the {BASE} template: {'; '.join(problems) or 'envd or its modules changed'}")
         with store.transaction():
             store.templates.delete(template.id)
     progress(f"building the {BASE} template")
     rootfs = await ensure_base_rootfs(settings.home, size_mib=settings.default_disk, progress=progress)
     builder = TemplateBuilder(settings, layout, store, vmm, slots, guests, progress)
-    built = await builder.from_rootfs(rootfs, [BASE], shape, settings.default_disk, artifacts.envd_version)
+    built = await builder.from_rootfs(rootfs, [BASE], shape, settings.default_disk, artifacts)
     progress(f"template {BASE} is ready ({built.id})")
 
 

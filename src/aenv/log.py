@@ -39,6 +39,6 @@ def configure(level: str, style: str, stream: TextIO = sys.stderr) -> None:
     )
     root = logging.getLogger()
     root.handlers = [handler]
-    root.setLevel(level.upper())
-    for chatty in ("asyncio", "aiohttp.access", "uvicorn.access"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
+    # The level is about the platform's own words; libraries speak up from INFO, or higher if asked to be quiet.
+    logging.getLogger("aenv").setLevel(level.upper())
+    root.setLevel(max(logging.INFO, logging.getLevelNamesMapping()[level.upper()]))

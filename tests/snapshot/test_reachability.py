@@ -1,3 +1,5 @@
+from collections.abc import Mapping
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,7 +48,7 @@ def test_garbage_is_exactly_what_nothing_reaches(
     assert not reached & garbage.layers
 
 
-def _ancestry(layers: dict[str, object], top: str) -> list[str]:
+def _ancestry(layers: Mapping[str, object], top: str) -> list[str]:
     found = []
     name: str | None = top
     while name is not None:

@@ -18,8 +18,8 @@ from aenv.orchestrator.model import Sandbox
 from aenv.orchestrator.store import Store
 from aenv.snapshot.model import DiskLayer, MemoryBase, Snapshot
 from aenv.snapshot.reachability import chain, find_garbage
-from aenv.storage.layout import Layout, remove
-from aenv.vmm.memory import compose_memory
+from aenv.storage.layout import Layout, allocated_bytes, remove
+from aenv.storage.lsmt import compose
 from aenv.vmm.protocol import Fingerprint, MachineShape
 
 log = structlog.get_logger()
@@ -116,14 +116,14 @@ class Checkpoints:
         path = self._layout.memory(merged)
         delta = self._layout.delta(snapshot.id)
         base = self._layout.memory(snapshot.memory_base)
-        size = await asyncio.to_thread(compose_memory, base, delta, path)
+        await asyncio.to_thread(compose, base, delta, path)
         current = self._store.snapshots.get(snapshot.id)
         if current is None or current.memory_base != snapshot.memory_base:
             path.unlink(missing_ok=True)
             return current or snapshot
         composed = replace(current, memory_base=merged, delta_bytes=0)
         with self._store.transaction():
-            self._store.memory.put(MemoryBase(merged, size))
+            self._store.memory.put(MemoryBase(merged, allocated_bytes(path)))
             self._store.snapshots.put(composed)
         if not self._machines.launching(snapshot.id):  # else it goes with the snapshot
             delta.unlink(missing_ok=True)

@@ -1,5 +1,6 @@
 """What the API and the proxy may ask of the sandbox lifecycle."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from aenv.orchestrator.model import (
@@ -44,10 +45,10 @@ class Orchestrator(Protocol):
     async def refresh(self, sandbox_id: str, duration: int) -> Sandbox:
         """Expire at least ``duration`` seconds from now; never sooner than before."""
 
-    async def fork(self, sandbox_id: str, count: int, timeout: int | None) -> list[ForkOutcome]:
+    async def fork(self, sandbox_id: str, count: int, timeout: int | None) -> Sequence[ForkOutcome]:
         """Fork a running or paused sandbox into ``count`` running children."""
 
-    async def templates(self) -> list[Template]: ...
+    async def templates(self) -> Sequence[Template]: ...
 
     async def upstream(self, sandbox_id: str) -> Upstream:
         """Where to send traffic for the sandbox, resuming it first if it is paused and resumes on traffic.

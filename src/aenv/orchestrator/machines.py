@@ -14,7 +14,7 @@ import structlog
 
 from aenv.client.guest import GuestClient, GuestIdentity
 from aenv.config import Settings
-from aenv.errors import CapacityError, IncompatibleSnapshotError, SandboxStartError
+from aenv.errors import IncompatibleSnapshotError, SandboxStartError
 from aenv.network.policy import EgressPolicy
 from aenv.network.pool import SlotPool
 from aenv.orchestrator.model import Egress, Sandbox
@@ -123,19 +123,15 @@ class Machines:
             assert layer.parent is not None
             parent = self._store.layers[layer.parent]
             disk = self._layout.layer(layer)
-            create_overlay(
-                disk, self._layout.layer(parent), backing_format=parent.format, size=snapshot.disk_mib * MIB
-            )
+            create_overlay(disk, self._layout.layer(parent), snapshot.disk_mib * MIB)
             if sandbox.egress != DEFAULT_EGRESS:
                 await self._slots.apply_policy(lease.slot, egress_policy(sandbox.egress))
             delta = self._layout.delta(snapshot.id) if snapshot.delta_bytes else None
             memory = MemoryImage(self._layout.memory(snapshot.memory_base), delta)
             await lease.vm.restore(memory, self._layout.state(snapshot.id), disk)
-        except BaseException as error:
+        except BaseException:
             await asyncio.shield(self._pool.discard(lease))
             self._layout.layer(layer).unlink(missing_ok=True)
-            if isinstance(error, OSError):
-                raise CapacityError(f"The sandbox's disk could not be created: {error.strerror}.") from error
             raise
 
     def adopt(self, sandbox: Sandbox, lease: Lease, tokens: Sequence[str | None]) -> Machine:
@@ -210,6 +206,7 @@ class Machines:
     async def _teardown(self, machine: Machine) -> None:
         self.detach(machine)
         await self._pool.discard(machine.lease)
+        self._layout.keep_console(machine.vm.id, machine.sandbox_id)
 
     def detach(self, machine: Machine) -> None:
         """Stop watching a VM without touching it: the server leaves, the VM stays."""

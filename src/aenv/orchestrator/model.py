@@ -117,6 +117,7 @@ class Template:
     memory_mib: int
     disk_mib: int
     envd_version: str
+    initramfs_sha256: str  # what its guest runs as PID 1; a node with another one rebuilds its base template
     created_at: datetime
     updated_at: datetime
     spawn_count: int = 0

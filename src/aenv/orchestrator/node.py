@@ -8,7 +8,7 @@ is given when the outcome is on record, while VMs that are no longer needed are 
 import asyncio
 import secrets
 from collections import defaultdict
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -92,7 +92,7 @@ class Node:
     async def list(self, where: SandboxFilter, limit: int, token: str | None) -> SandboxPage:
         return listing.page(self._store.sandboxes.rows.values(), where, limit, token)
 
-    async def templates(self) -> list[Template]:
+    async def templates(self) -> Sequence[Template]:
         return sorted(self._store.templates.rows.values(), key=lambda t: t.created_at)
 
     async def upstream(self, sandbox_id: str) -> Upstream:
@@ -193,7 +193,7 @@ class Node:
             lifecycle.require(sandbox, SandboxState.RUNNING, "refreshed")
             return self._save(lifecycle.expiring_at_least(sandbox, duration, datetime.now(UTC)))
 
-    async def fork(self, sandbox_id: str, count: int, timeout: int | None) -> list[ForkOutcome]:
+    async def fork(self, sandbox_id: str, count: int, timeout: int | None) -> Sequence[ForkOutcome]:
         if not 1 <= count <= self._settings.max_fork:
             raise InvalidRequestError(
                 f"A fork of {count} is out of range.", f"Ask for 1 to {self._settings.max_fork} (max_fork)."
@@ -365,7 +365,7 @@ class Node:
             self._store.sandboxes.put(back)
         return back
 
-    async def _fork_point(self, sandbox: Sandbox, count: int, timeout: int | None) -> tuple[Snapshot, list[_Child]]:
+    async def _fork_point(self, sandbox: Sandbox, count: int, timeout: int | None) -> tuple[Snapshot, Sequence[_Child]]:
         """The snapshot to fork from and ``count`` recorded children; the source runs on, or stays paused."""
         forked = sandbox
         if sandbox.state is SandboxState.PAUSED:

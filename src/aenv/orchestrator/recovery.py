@@ -86,6 +86,7 @@ async def recover(
         memory=store.memory.rows.keys(),
         snapshots=store.snapshots.rows.keys(),
         sandboxes=store.sandboxes.rows.keys(),
+        vms=[vm.id for vm in vms.values()],
     )
     for path in removed:
         log.info("removed debris", path=str(path))

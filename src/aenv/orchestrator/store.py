@@ -29,7 +29,7 @@ class Table(Generic[Record]):
     def __init__(self, database: sqlite3.Connection, name: str, kind: type[Record]) -> None:
         self._database = database
         self._name = name
-        self._adapter = TypeAdapter(kind)
+        self._adapter: TypeAdapter[Record] = TypeAdapter(kind)
         self._undo: list[tuple[str, Record | None]] = []
         database.execute(f"CREATE TABLE IF NOT EXISTS {name} (id TEXT PRIMARY KEY, doc TEXT NOT NULL) WITHOUT ROWID")
         self._rows: dict[str, Record] = {}

@@ -65,6 +65,17 @@ class Layout:
     def console(self, vm_id: str) -> Path:
         return self.vms / vm_id / "console.log"
 
+    def keep_console(self, vm_id: str, sandbox_id: str) -> None:
+        """Append a VM's serial log to its sandbox's, and remove the VM's folder."""
+        folder = self.sandbox(sandbox_id)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        try:
+            with self.console(vm_id).open("rb") as source, (folder / "console.log").open("ab") as target:
+                shutil.copyfileobj(source, target)
+        except FileNotFoundError:
+            pass
+        remove(self.vms / vm_id)
+
     def create(self) -> None:
         """Make the folders, readable by root alone: they hold guests' memory and disks."""
         self.home.mkdir(parents=True, exist_ok=True)
@@ -79,6 +90,7 @@ class Layout:
         memory: Collection[str],
         snapshots: Collection[str],
         sandboxes: Collection[str],
+        vms: Collection[str],
     ) -> list[Path]:
         """Remove every file and folder that no given record names; what was removed."""
         wanted = {
@@ -86,6 +98,7 @@ class Layout:
             "memory": set(memory),
             "snapshots": set(snapshots),
             "sandboxes": set(sandboxes),
+            "vms": set(vms),
         }
         removed = []
         for folder, names in wanted.items():
@@ -102,3 +115,8 @@ def remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
+
+
+def allocated_bytes(path: Path) -> int:
+    """What a sparse file takes on disk (st_blocks counts 512-byte units, stat(2))."""
+    return path.stat().st_blocks * 512

@@ -1,5 +1,6 @@
 """Makes a template: boots a root filesystem, lets it settle, and keeps the running machine as a snapshot."""
 
+import asyncio
 import os
 import secrets
 import time
@@ -11,14 +12,15 @@ from aenv.client import process
 from aenv.client.guest import GuestClient, GuestIdentity
 from aenv.config import Settings
 from aenv.errors import SandboxStartError
+from aenv.guest.artifacts import GuestArtifacts
 from aenv.network.pool import SlotPool
 from aenv.orchestrator.model import Template
 from aenv.orchestrator.pool import attachment, new_vm_id
 from aenv.orchestrator.store import Store
 from aenv.snapshot.model import DiskLayer, MemoryBase, Snapshot
-from aenv.storage.layout import Layout, remove
+from aenv.storage.layout import Layout, allocated_bytes, remove
+from aenv.storage.lsmt import compose
 from aenv.storage.qcow2 import create_overlay
-from aenv.vmm.memory import compose_memory
 from aenv.vmm.protocol import MachineShape, Vm, Vmm
 
 MIB = 1 << 20
@@ -52,7 +54,7 @@ class TemplateBuilder:
         self._progress = progress
 
     async def from_rootfs(
-        self, rootfs: Path, aliases: Sequence[str], shape: MachineShape, disk_mib: int, envd_version: str
+        self, rootfs: Path, aliases: Sequence[str], shape: MachineShape, disk_mib: int, artifacts: GuestArtifacts
     ) -> Template:
         """Boot ``rootfs`` (a raw ext4 image, never written) and commit the settled machine as a template.
 
@@ -65,12 +67,7 @@ class TemplateBuilder:
         made.append(self._layout.memory(memory_id))
         try:
             os.link(rootfs, self._layout.layer(base))
-            create_overlay(
-                self._layout.layer(overlay),
-                self._layout.layer(base),
-                backing_format="raw",
-                size=disk_mib * MIB,
-            )
+            create_overlay(self._layout.layer(overlay), self._layout.layer(base), disk_mib * MIB)
             self._layout.snapshot(snapshot_id).mkdir(mode=0o700)
             size = await self._boot_and_capture(shape, overlay, snapshot_id, memory_id)
         except BaseException:
@@ -98,7 +95,8 @@ class TemplateBuilder:
             vcpus=shape.vcpus,
             memory_mib=shape.memory_mib,
             disk_mib=disk_mib,
-            envd_version=envd_version,
+            envd_version=artifacts.envd_version,
+            initramfs_sha256=artifacts.initramfs_sha256,
             created_at=now,
             updated_at=now,
         )
@@ -142,10 +140,11 @@ class TemplateBuilder:
             delta = self._layout.delta(snapshot_id)
             await vm.stop()
             await vm.capture(self._layout.state(snapshot_id), delta)
-            size = compose_memory(None, delta, self._layout.memory(memory_id))
+            await asyncio.to_thread(compose, None, delta, self._layout.memory(memory_id))
             delta.unlink()
-            return size
+            return allocated_bytes(self._layout.memory(memory_id))
         finally:
             if vm is not None:
                 await vm.kill()
+                remove(self._layout.vms / vm.id)
             await self._slots.release(slot)

@@ -1,0 +1,142 @@
+"""A real node for tests: its own home, port, addresses and names, so that it runs beside any other node."""
+
+import os
+import shutil
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import httpx
+
+Result = TypeVar("Result")
+
+# Kernel, initramfs and base image are content-keyed and survive between runs; everything else is made anew.
+CACHE = Path(os.environ.get("AENV_TEST_CACHE", "/var/cache/aenv-tests"))
+START_TIMEOUT = 900.0  # seconds: the first start on a machine builds the base image
+
+
+def wait_for(condition: Callable[[], Result], what: str, timeout: float = 60.0, interval: float = 0.02) -> Result:
+    """The first true value of ``condition``; fails the test when it does not come within ``timeout`` seconds."""
+    deadline = time.monotonic() + timeout
+    while True:
+        if value := condition():
+            return value
+        assert time.monotonic() < deadline, f"waited {timeout:.0f} s for {what}"
+        time.sleep(interval)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class NodeProcess:
+    """One ``aenv-server`` on a home; can be killed and started again on the same home."""
+
+    def __init__(self, folder: Path, *, prefix: str, cidr: str, **settings: str) -> None:
+        self.home = folder / "home"
+        self.log = folder / "server.log"
+        self.prefix = prefix
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._environment = {
+            **{k: v for k, v in os.environ.items() if not k.startswith(("AENV_", "E2B_"))},
+            "AENV_HOME": str(self.home),
+            "AENV_RUNTIME": str(folder / "run"),
+            "AENV_HOST": "127.0.0.1",
+            "AENV_PORT": str(self.port),
+            "AENV_SLOT_PREFIX": prefix,
+            "AENV_SLOT_CIDR": cidr,
+            "AENV_LOG_LEVEL": "debug",
+            "AENV_LOG_FORMAT": "console",
+            **{f"AENV_{name.upper()}": value for name, value in settings.items()},
+        }
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def api_key(self) -> str:
+        return (self.home / "api-key").read_text().strip()
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self, *arguments: str) -> None:
+        (CACHE / "artifacts").mkdir(parents=True, exist_ok=True)
+        self.home.mkdir(parents=True, exist_ok=True)
+        if not (self.home / "artifacts").exists():
+            (self.home / "artifacts").symlink_to(CACHE / "artifacts")
+        server = Path(sys.executable).parent / "aenv-server"
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [server, *arguments], env=self._environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+        wait_for(self._healthy, "the node to become ready", START_TIMEOUT)
+
+    def _healthy(self) -> bool:
+        assert self._process is not None
+        status = self._process.poll()
+        assert status is None, f"aenv-server ended with {status}:\n{self.log.read_text()[-4000:]}"
+        try:
+            return httpx.get(f"{self.url}/health", timeout=2).is_success
+        except httpx.HTTPError:
+            return False
+
+    def kill9(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def terminate(self) -> int:
+        """SIGTERM; the exit status."""
+        assert self._process is not None
+        self._process.terminate()
+        return self._process.wait(60)
+
+    def records(self, table: str) -> dict[str, str]:
+        """Rows of the node's database as another process sees them: id to JSON document."""
+        database = sqlite3.connect(f"file:{self.home}/aenv.db?mode=ro", uri=True, timeout=5)
+        try:
+            return dict(database.execute(f"SELECT id, doc FROM {table}"))
+        finally:
+            database.close()
+
+    def vm_pids(self) -> list[int]:
+        """Processes of VMs of this home, whoever started them."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                command = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if command.startswith(b"qemu-system") and str(self.home).encode() in command:
+                found.append(int(entry.name))
+        return found
+
+    def namespaces(self) -> list[str]:
+        folder = Path("/run/netns")
+        return sorted(p.name for p in folder.glob(f"{self.prefix}-*")) if folder.exists() else []
+
+    def destroy(self) -> None:
+        """End everything of this node, also what a failed test left."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        for pid in self.vm_pids():
+            os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: not self.vm_pids(), "VMs to end")
+        for name in self.namespaces():
+            subprocess.run(["ip", "netns", "delete", name], check=False)
+        subprocess.run(["nft", "delete", "table", "inet", self.prefix], check=False, stderr=subprocess.DEVNULL)
+        shutil.rmtree(self.home, ignore_errors=True)
