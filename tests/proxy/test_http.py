@@ -363,6 +363,39 @@ async def test_garbage_from_the_guest_is_a_502() -> None:
         assert response.status == 502
 
 
+@pytest.mark.parametrize("line", [b"x-%06d: " + b"v" * 100 + b"\r\n", b"endless%06d"], ids=["many", "one"])
+async def test_the_guest_cannot_send_an_endless_head(line: bytes) -> None:
+    async def app(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await head(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\nx-first: ")
+        for number in range(10**6):
+            writer.write(line % number)
+            await writer.drain()
+
+    async with (
+        node() as server,
+        guest(app) as port,
+        aiohttp.ClientSession() as session,
+        session.get(server.url, headers=server.headers(port)) as response,
+    ):
+        assert response.status == 502
+
+
+@pytest.mark.parametrize("line", [b"x-%06d: " + b"v" * 100 + b"\r\n", b"endless%06d"], ids=["many", "one"])
+async def test_a_client_cannot_send_an_endless_head(line: bytes) -> None:
+    async with node() as server:
+        reader, writer = await server.connect()
+        writer.write(b"GET /health HTTP/1.1\r\nx-first: ")
+        try:
+            for number in range(10**5):
+                writer.write(line % number)
+                await writer.drain()
+            assert (await reader.readline()).startswith(b"HTTP/1.1 400")
+        except ConnectionError:
+            pass  # closed while we were still sending
+        writer.transport.abort()
+
+
 async def test_proxy_errors_have_e2b_shapes() -> None:
     async with node() as server, guest(Counter(9)) as port, aiohttp.ClientSession() as session:
 

@@ -3,11 +3,13 @@
 import logging
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from aenv.api.app import Application
 from aenv.config import Settings
 from aenv.proxy.websocket import MAX_MESSAGE
 
+MAX_HEAD = 256 * 1024  # bytes of a request's head
 _KEEP_ALIVE = 75  # seconds; above the idle time of common client pools and load balancers
 
 
@@ -25,7 +27,7 @@ def uvicorn_config(app: Application, settings: Settings, *, grace: int = 10) -> 
         host=settings.host,
         port=settings.port,
         loop="none",
-        http="httptools",
+        http=_BoundedProtocol,
         ws="websockets-sansio",
         ws_max_size=MAX_MESSAGE,
         ws_ping_interval=None,
@@ -40,6 +42,36 @@ def uvicorn_config(app: Application, settings: Settings, *, grace: int = 10) -> 
         timeout_graceful_shutdown=grace,
         backlog=2048,
     )
+
+
+class _BoundedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol with a bound on request heads, which it does not have with httptools."""
+
+    _head_bytes = 0
+    _in_head = False
+
+    def on_message_begin(self) -> None:
+        self._head_bytes = 0
+        self._in_head = True
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._head_bytes += len(name) + len(value)
+        if self._head_bytes > MAX_HEAD:
+            raise ValueError("request head too large")  # the parser stops and uvicorn answers 400
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        # A name or value that never ends does not reach ``on_header``.
+        if self._in_head and len(data) > MAX_HEAD - self._head_bytes and not self.transport.is_closing():
+            self.send_400_response("The request's head is too large.")
+        elif self._in_head:
+            self._head_bytes += len(data)
 
 
 # What uvicorn says when the proxy leaves a response unfinished on purpose because the guest broke off, and when it

@@ -14,6 +14,7 @@ import httptools
 from aenv.proxy.headers import Headers
 
 CONNECT_TIMEOUT = 10.0  # seconds; a guest under software emulation can be slow to answer a SYN
+_MAX_OVERHEAD = 256 * 1024  # bytes of heads, interim responses and trailers; the guest is not to be trusted
 _HIGH_WATER = 512 * 1024  # bytes of response body held before the guest is made to wait
 # A guest that vanishes (paused, killed, host network gone) sends no FIN: the kernel finds out within these seconds.
 _USER_TIMEOUT_MS = 30_000
@@ -61,6 +62,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._headers: list[tuple[bytes, bytes]] = []
         self._chunks: list[bytes] = []
         self._held = 0
+        self._overhead = 0
         self._interim = False
         self._complete = True
         self._keep_alive = False
@@ -93,6 +95,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._headers = []
         self._chunks = []
         self._held = 0
+        self._overhead = 0
         self._interim = False
         self._complete = False
         self._keep_alive = False
@@ -118,6 +121,7 @@ class UpstreamConnection(asyncio.Protocol):
         """Close without ceremony; whoever reads sees ``error``."""
         if error is not None and not self._complete and self._error is None:
             self._error = error
+        self.closed = True  # from now on, not only once the event loop has come around to it
         if self._transport is not None:
             self._transport.abort()
         self._wake()
@@ -171,11 +175,17 @@ class UpstreamConnection(asyncio.Protocol):
             self.abort()
             return
         self.answered = True
+        held = self._held
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self.abort(BrokenError(f"not a valid HTTP response: {error}"))
             return
+        if self._held == held and not self._complete:
+            self._overhead += len(data)
+            if self._overhead > _MAX_OVERHEAD:
+                self.abort(BrokenError("the response's head or trailer is too large"))
+                return
         if self._held > _HIGH_WATER and not self._read_paused and self._transport is not None:
             self._read_paused = True
             self._transport.pause_reading()
@@ -204,7 +214,8 @@ class UpstreamConnection(asyncio.Protocol):
     # httptools callbacks
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers.append((name.lower(), value))
+        if self._status == 0:  # else it is a trailer, which ASGI cannot pass on
+            self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
