@@ -108,6 +108,11 @@ class QemuVm:
         return self._console
 
     @property
+    def directory(self) -> Path:
+        """Its runtime files."""
+        return self._directory
+
+    @property
     def shape(self) -> MachineShape:
         return MachineShape(self._record.vcpus, self._record.memory_mib)
 

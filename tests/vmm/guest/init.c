@@ -51,10 +51,10 @@ static void pattern(uint64_t *p, size_t n, uint64_t seed) {
 
 static void load_modules(void) {
     char line[64], path[80];
-    FILE *list = fopen("/m/list", "r");
+    FILE *list = fopen("/modules/order", "r");
     while (list && fgets(line, sizeof line, list)) {
         line[strcspn(line, "\n")] = 0;
-        snprintf(path, sizeof path, "/m/%s", line);
+        snprintf(path, sizeof path, "/modules/%s", line);
         int fd = open(path, O_RDONLY);
         if (fd < 0 || syscall(SYS_finit_module, fd, "", 0)) printf("module %s: %m\n", line);
         if (fd >= 0) close(fd);
