@@ -52,7 +52,8 @@ async fn serve(options: Options, address: SocketAddr, started: Instant) -> io::R
 
 async fn accept(listener: TcpListener, app: Arc<App>) {
     let mut server = auto::Builder::new(TokioExecutor::new());
-    server.http1().half_close(false).pipeline_flush(true);
+    // Queued, not flattened: hyper's flat buffer grows to tens of megabytes behind a slow reader.
+    server.http1().half_close(false).writev(true);
     server
         .http2()
         .max_concurrent_streams(10_000)

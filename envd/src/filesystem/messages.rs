@@ -141,6 +141,8 @@ pub struct WatchDirResponse {
     pub event: Option<WatchEvent>,
 }
 
+// Nearly every value is the large one.
+#[allow(clippy::large_enum_variant)]
 #[derive(Clone, PartialEq, Oneof)]
 pub enum WatchEvent {
     #[prost(message, tag = "1")]

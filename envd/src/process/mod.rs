@@ -122,7 +122,8 @@ fn prepare(
         let message = format!("executable '{}' not found in PATH", config.cmd);
         return err(Code::InvalidArgument, message);
     };
-    let argv: Result<_, _> = [&config.cmd].into_iter().chain(&config.args).map(c_string).collect();
+    let argv: Result<_, _> =
+        [&config.cmd].into_iter().chain(&config.args).map(|text| c_string(text)).collect();
     let mut command = Command {
         program: c_string(&program)?,
         argv: argv?,
@@ -153,8 +154,8 @@ fn working_dir(app: &App, user: &User, config: &ProcessConfig) -> Result<String,
     }
 }
 
-fn c_string(text: &String) -> Result<CString, RpcError> {
-    CString::new(text.as_str())
+fn c_string(text: &str) -> Result<CString, RpcError> {
+    CString::new(text)
         .map_err(|_| RpcError::new(Code::InvalidArgument, "arguments cannot contain a zero byte"))
 }
 
