@@ -90,7 +90,10 @@ def main() -> int:
         print(text)
     failed = [text for _, _, text in runs if args.marker not in text]
     if failed:
-        print(f"FAILED {len(failed)} of {len(runs)}: {args.marker!r} did not appear; the console ends with:\n{failed[0][-3000:]}", file=sys.stderr)
+        print(
+            f"FAILED {len(failed)} of {len(runs)}: no {args.marker!r}; the console ends with:\n{failed[0][-3000:]}",
+            file=sys.stderr,
+        )
         return 1
     walls = [wall for wall, _, _ in runs]
     print(

@@ -73,9 +73,7 @@ def parse_one_line(text: str) -> list[Source]:
         if match:
             options, uri, suite, components = match.groups()
             signed = re.search(r"signed-by=(\S+)", options or "")
-            found.append(
-                Source((uri,), (suite,), tuple(components.split()), signed.group(1) if signed else "")
-            )
+            found.append(Source((uri,), (suite,), tuple(components.split()), signed.group(1) if signed else ""))
     return found
 
 

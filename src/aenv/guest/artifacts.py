@@ -45,13 +45,14 @@ async def ensure_kernel_and_initramfs(
     Raises GuestArtifactError.
     """
     try:
-        binary = await asyncio.to_thread(envd.read_bytes)
+        program = await asyncio.to_thread(envd.resolve)
+        binary = await asyncio.to_thread(program.read_bytes)
     except OSError as error:
         raise GuestArtifactError(
             f"Cannot read the guest daemon {envd}: {error.strerror}.",
             hint="Build it with scripts/bootstrap.sh, or point AENV_ENVD at the binary.",
         ) from error
-    version = await _envd_version(envd)
+    version = await _envd_version(program)
     directory = artifacts_directory(home)
     found = await ensure_kernel(directory, kernel, progress=progress)
     archive = write_cpio(guest_entries(binary, found.modules))
@@ -67,9 +68,7 @@ async def ensure_kernel_and_initramfs(
 
 async def _envd_version(envd: Path) -> str:
     """What ``envd --version`` prints last: the E2B version whose behaviour it provides."""
-    output = await run(
-        [envd.absolute(), "--version"], hint=f"{envd} is not the guest daemon, or not for this machine."
-    )
+    output = await run([envd, "--version"], hint=f"{envd} is not the guest daemon, or not for this machine.")
     words = output.split()
     if not words:
         raise GuestArtifactError(f"{envd} --version prints nothing.", hint="Build envd again.")

@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import errno
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -46,6 +48,18 @@ def writing(path: Path) -> Iterator[None]:
         raise GuestArtifactError(
             f"Cannot write {path}: {error.strerror}.", hint="Check that AENV_HOME is writable by this user."
         ) from error
+
+
+def workspace(parent: Path, prefix: str) -> Path:
+    """A new empty directory in ``parent`` (made if missing), after removing what a crashed run left under ``prefix``.
+
+    For one builder at a time: the node holds its home exclusively.
+    """
+    with writing(parent):
+        parent.mkdir(parents=True, exist_ok=True)
+        for leftover in parent.glob(f"{prefix}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        return Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
 
 
 def write_durably(path: Path, data: bytes) -> None:

@@ -77,9 +77,7 @@ def read_cpio(archive: bytes) -> Iterator[Entry]:
 def guest_entries(envd: bytes, modules: Iterable[Module]) -> list[Entry]:
     """What is in the guest's initramfs. ``/modules/order`` has one file name per line, in load order."""
     modules = list(modules)
-    directories = [
-        Entry(name, stat.S_IFDIR | 0o755) for name in ("dev", "proc", "sys", "run", "newroot", "modules")
-    ]
+    directories = [Entry(name, stat.S_IFDIR | 0o755) for name in ("dev", "proc", "sys", "run", "newroot", "modules")]
     order = "".join(f"{module.name}.ko\n" for module in modules).encode()
     return [
         *directories,

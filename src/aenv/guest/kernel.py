@@ -19,12 +19,11 @@ import hashlib
 import json
 import re
 import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from aenv.guest import bzimage
-from aenv.guest.commands import GuestArtifactError, Progress, run, writing
+from aenv.guest.commands import GuestArtifactError, Progress, run, workspace, writing
 from aenv.guest.modules import Module, collect, unsigned
 
 MINIMUM = (6, 12)
@@ -89,31 +88,18 @@ async def ensure_kernel(artifacts: Path, source: Path | None, *, progress: Progr
     ``source`` is a kernel package (``.deb``), a bzImage or an ELF vmlinux; without one, a kernel already taken from
     the distribution is used, else its newest is fetched. Raises GuestArtifactError.
     """
-    with writing(artifacts):
-        artifacts.mkdir(parents=True, exist_ok=True)
-    if source is not None:
-        if not source.is_file():
-            raise GuestArtifactError(f"There is no kernel at {source}.", hint="Correct AENV_KERNEL or unset it.")
-        digest = await asyncio.to_thread(_file_sha256, source)
-        existing = [path.parent for path in artifacts.glob(f"kernel-*-{digest[:12]}/manifest.json")]
-    else:
-        digest = ""
-        existing = [path.parent for path in artifacts.glob("kernel-*/manifest.json") if _from_apt(path)]
-    for directory in sorted(existing, key=lambda path: version_numbers(path.name[len("kernel-") :]), reverse=True):
-        kernel = await asyncio.to_thread(_load, directory)
-        if kernel is not None:
-            return kernel
-    with writing(artifacts):
-        for leftover in artifacts.glob(f"{_TEMPORARY}*"):
-            shutil.rmtree(leftover, ignore_errors=True)
-        work = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=artifacts))
+    digest, kernel = await asyncio.to_thread(_find, artifacts, source)
+    if kernel is not None:
+        return kernel
+    work = workspace(artifacts, _TEMPORARY)
     try:
         if source is None:
-            packages = await _download(work, progress)
-            image, modules = await _unpack(packages, work / "tree")
+            await _download(work, progress)
+            packages = _files(work, "*.deb")
+            image, modules = await _unpack(packages, work)
             origin = ", ".join(package.name for package in packages)
         elif source.suffix == ".deb":
-            image, modules = await _unpack([source], work / "tree")
+            image, modules = await _unpack([source], work)
             origin = str(source)
         else:
             image, modules, origin = source, None, str(source)
@@ -123,8 +109,28 @@ async def ensure_kernel(artifacts: Path, source: Path | None, *, progress: Progr
         shutil.rmtree(work, ignore_errors=True)
 
 
-async def _download(work: Path, progress: Progress) -> list[Path]:
-    """Fetch the newest kernel's packages with the machine's apt configuration."""
+def _find(artifacts: Path, source: Path | None) -> tuple[str, Kernel | None]:
+    """The source's digest (empty without a source) and the kernel already made from it, if there is one."""
+    if source is None:
+        digest, pattern = "", "kernel-*"
+    elif source.is_file():
+        digest = _file_sha256(source)
+        pattern = f"kernel-*-{digest[:12]}"
+    else:
+        raise GuestArtifactError(f"There is no kernel at {source}.", hint="Correct AENV_KERNEL, or unset it.")
+    directories = [path for path in artifacts.glob(pattern) if source or _from_apt(path / "manifest.json")]
+    directories.sort(key=lambda path: version_numbers(path.name.removeprefix("kernel-")), reverse=True)
+    loaded = (_load(directory) for directory in directories)
+    return digest, next((kernel for kernel in loaded if kernel is not None), None)
+
+
+def _files(directory: Path, *patterns: str) -> list[Path]:
+    """What matches any of ``patterns``, sorted."""
+    return sorted(path for pattern in patterns for path in directory.glob(pattern))
+
+
+async def _download(work: Path, progress: Progress) -> None:
+    """Fetch into ``work`` the newest kernel's packages with the machine's apt configuration."""
     shown = ""
     for meta in _meta_packages():
         # A package that this release does not have is not an error: another of the list may exist.
@@ -144,17 +150,15 @@ async def _download(work: Path, progress: Progress) -> list[Path]:
     hint = "Check the network and apt's sources, run `apt-get update`, then try again."
     # Root may write here and apt's own user may not; the file's digest is checked either way.
     await run(["apt-get", "-o", "APT::Sandbox::User=root", "download", *names], cwd=work, hint=hint)
-    return sorted(work.glob("*.deb"))
 
 
-async def _unpack(packages: list[Path], tree: Path) -> tuple[Path, Path | None]:
+async def _unpack(packages: list[Path], work: Path) -> tuple[Path, Path | None]:
     """Unpack kernel packages without installing them: the image and the modules directory."""
-    with writing(tree):
-        tree.mkdir()
+    tree = work / "tree"
     for package in packages:
-        await run(["dpkg-deb", "-x", package, tree], hint=f"{package.name} is damaged or the disk is full.")
-    images = sorted(tree.glob("boot/vmlinuz-*"))
-    trees = sorted((*tree.glob("lib/modules/*"), *tree.glob("usr/lib/modules/*")))
+        await run(["dpkg-deb", "-x", package, tree], hint=f"{package.name} is damaged: fetch it again.")
+    images = _files(tree, "boot/vmlinuz-*")
+    trees = _files(tree, "lib/modules/*", "usr/lib/modules/*")
     if not images:
         names = ", ".join(package.name for package in packages)
         raise GuestArtifactError(f"There is no kernel image in {names}.", hint="Use a linux-image package.")
@@ -167,9 +171,7 @@ def _modules_tree(image: Path, release: str) -> Path | None:
     return next((tree for root in roots if (tree := root / "lib/modules" / release).is_dir()), None)
 
 
-def _build(
-    artifacts: Path, work: Path, image: Path, tree: Path | None, origin: str, source_digest: str
-) -> Kernel:
+def _build(artifacts: Path, work: Path, image: Path, tree: Path | None, origin: str, source_digest: str) -> Kernel:
     elf = bzimage.vmlinux(image.read_bytes())
     release = bzimage.release(elf)
     tree = tree or _modules_tree(image, release)
@@ -226,9 +228,7 @@ def _load(directory: Path) -> Kernel | None:
             Module(item["name"], (directory / "modules" / f"{item['name']}.ko").read_bytes(), tuple(item["depends"]))
             for item in listed
         )
-        return Kernel(
-            directory / "vmlinux", str(manifest["release"]), str(manifest["vmlinux_sha256"]), modules
-        )
+        return Kernel(directory / "vmlinux", str(manifest["release"]), str(manifest["vmlinux_sha256"]), modules)
     except (KeyError, OSError):
         return None
 

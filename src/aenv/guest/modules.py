@@ -116,9 +116,7 @@ def collect(tree: Path) -> list[Module]:
     """
     files = {canonical(path.name): path for path in sorted(tree.rglob("*.ko*")) if _SUFFIX.search(path.name)}
     builtin_list = tree / "modules.builtin"
-    builtin = (
-        {canonical(line) for line in builtin_list.read_text().splitlines()} if builtin_list.exists() else set()
-    )
+    builtin = {canonical(line) for line in builtin_list.read_text().splitlines()} if builtin_list.exists() else set()
     loaded: dict[str, Module] = {}
 
     def load(name: str) -> Module:

@@ -11,12 +11,11 @@ import asyncio
 import hashlib
 import os
 import shutil
-import tempfile
 import uuid
 from pathlib import Path
 
 from aenv.guest.apt_sources import Source, read_sources, release_sources, without_credentials
-from aenv.guest.commands import GuestArtifactError, Progress, run, writing
+from aenv.guest.commands import GuestArtifactError, Progress, run, workspace, writing
 
 VERSION = 1
 """Raise it when a change here changes what is in the image."""
@@ -42,9 +41,7 @@ _FILES = {
     "etc/machine-id": "",
     "etc/resolv.conf": "",  # envd writes the node's resolvers
     "etc/default/locale": "LANG=C.UTF-8\n",
-    "etc/environment": (
-        "LANG=C.UTF-8\nPATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin\n"
-    ),
+    "etc/environment": ("LANG=C.UTF-8\nPATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin\n"),
     "etc/fstab": "",
     # Durability of one package's files is worth nothing in a sandbox, and each fsync is slow under emulation.
     "etc/dpkg/dpkg.cfg.d/aenv": "force-unsafe-io\n",
@@ -93,13 +90,9 @@ async def ensure_rootfs(artifacts: Path, *, size_mib: int, progress: Progress) -
         return target
     if os.geteuid() != 0:
         raise GuestArtifactError("Building the base image needs root.", hint="Run this once as root.")
-    with writing(artifacts):
-        artifacts.mkdir(parents=True, exist_ok=True)
-        for leftover in artifacts.glob(f"{_TEMPORARY}*"):
-            shutil.rmtree(leftover, ignore_errors=True)
-        work = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=artifacts))
+    work = workspace(artifacts, _TEMPORARY)
     try:
-        work.chmod(0o755)  # apt's unprivileged user has to pass through
+        os.chmod(work, 0o755)  # noqa: PTH101 - apt's unprivileged user has to pass through
         tree = work / "tree"
         await _bootstrap(tree, codename, sources, progress)
         with writing(work):
@@ -179,9 +172,8 @@ async def _make_filesystem(tree: Path, image: Path, key: str, size_mib: int) -> 
     recipe's key. ``resize_inode`` stays on, so that a larger disk can be grown into while mounted.
     """
     identity = str(uuid.UUID(hashlib.sha256(key.encode()).hexdigest()[:32]))
-    with writing(image):
-        with image.open("wb") as file:
-            file.truncate(size_mib << 20)
+    with writing(image), image.open("wb") as file:
+        file.truncate(size_mib << 20)
     argv = [
         "mke2fs", "-q", "-F", "-t", "ext4", "-L", "base", "-U", identity, "-m", "0", "-i", str(_INODE_RATIO),
         "-O", "^orphan_file,^metadata_csum_seed",
