@@ -44,6 +44,7 @@ class Running:
     store: Store
     vmm: Vmm
     pool: VmPool
+    machines: Machines
 
 
 def find_envd(settings: Settings) -> Path:
@@ -124,7 +125,7 @@ async def running_node(settings: Settings, progress: Progress, *, pause_all: boo
         await ensure_base(settings, layout, store, vmm, slots, guests, shape, artifacts, progress)
         pool.start()
         stack.push_async_callback(_close, node, pause_all)
-        yield Running(node, store, vmm, pool)
+        yield Running(node, store, vmm, pool, machines)
 
 
 async def _close(node: Node, pause_all: bool) -> None:

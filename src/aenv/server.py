@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from aenv import __version__
 from aenv.api.app import create_app
+from aenv.api.server import uvicorn_config
 from aenv.assembly import Progress, Running, running_node, summary
 from aenv.config import Settings
 from aenv.errors import AenvError
@@ -39,13 +40,6 @@ def load_settings(**overrides: object) -> Settings:
 
 def _log_progress(message: str) -> None:
     log.info(message)
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its own signal handling: the node decides what a signal means."""
-
-    def install_signal_handlers(self) -> None:  # pragma: no cover - uvicorn < 0.30
-        pass
 
 
 async def serve(
@@ -89,22 +83,11 @@ async def _serve_http(
     ready: asyncio.Event | None,
 ) -> None:
     app = create_app(settings, running.node, keys.valid)
-    config = uvicorn.Config(
-        app,
-        loop="none",
-        http="httptools",
-        ws="websockets",
-        lifespan="on",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        backlog=2048,
-        timeout_graceful_shutdown=GRACE,
-    )
-    server = _Server(config)
+    running.machines.on_retire = app.proxy.drop
+    server = uvicorn.Server(uvicorn_config(app, settings, grace=GRACE))
     serving = asyncio.create_task(server._serve([listener]))
     waiting = asyncio.create_task(stopping.wait())
-    while not server.started and not serving.done():
+    while not server.started and not serving.done():  # noqa: ASYNC110 - uvicorn has no event to wait for
         await asyncio.sleep(0.01)
     host, port = listener.getsockname()[:2]
     log.info("node is ready", url=f"http://{host}:{port}", version=__version__, **summary(running))

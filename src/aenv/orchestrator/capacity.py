@@ -49,7 +49,7 @@ class Capacity:
         settings = self._settings
         if self._held + count > settings.max_sandboxes:
             raise CapacityError(
-                f"This node runs {self._held} of at most {settings.max_sandboxes} sandboxes; {count} more do not fit.",
+                f"This node runs {self._held} of at most {settings.max_sandboxes} sandboxes; no room for {count}.",
                 "Kill or pause some, or raise max_sandboxes.",
             )
         free = available_memory_mib()
@@ -62,5 +62,5 @@ class Capacity:
         if disk < settings.reserve_disk:
             raise CapacityError(
                 f"Only {disk} MiB of disk are free under {settings.home}.",
-                f"Delete sandboxes, or free disk space; {settings.reserve_disk} MiB are kept in reserve (reserve_disk).",
+                f"Delete sandboxes or free space; {settings.reserve_disk} MiB are kept in reserve (reserve_disk).",
             )

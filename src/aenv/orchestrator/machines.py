@@ -81,6 +81,8 @@ class Machines:
         self._running: dict[str, Machine] = {}
         self._teardowns: dict[str, asyncio.Task[None]] = {}
         self._launching: Counter[str] = Counter()
+        # Told the sandbox's id the moment its VM stops to answer: a VM that is taken down closes no connection.
+        self.on_retire: Callable[[str], None] = lambda _: None
         self._generation = 0
 
     def get(self, sandbox_id: str) -> Machine | None:
@@ -187,6 +189,7 @@ class Machines:
         machine = self._running.pop(sandbox_id, None)
         if machine is None:
             return self._teardowns.get(sandbox_id)
+        self.on_retire(sandbox_id)
         task = asyncio.create_task(self._teardown(machine), name=f"teardown-{sandbox_id}")
         self._teardowns[sandbox_id] = task
         task.add_done_callback(lambda done: self._forget(sandbox_id, done))

@@ -365,7 +365,9 @@ class Node:
             self._store.sandboxes.put(back)
         return back
 
-    async def _fork_point(self, sandbox: Sandbox, count: int, timeout: int | None) -> tuple[Snapshot, Sequence[_Child]]:
+    async def _fork_point(
+        self, sandbox: Sandbox, count: int, timeout: int | None
+    ) -> tuple[Snapshot, Sequence[_Child]]:
         """The snapshot to fork from and ``count`` recorded children; the source runs on, or stays paused."""
         forked = sandbox
         if sandbox.state is SandboxState.PAUSED:
@@ -451,7 +453,7 @@ class Node:
                 self._capacity.give_back()
                 self._checkpoints.collect_garbage()
             else:
-                log.error("sandbox lost its VM and was never paused; it is gone", sandbox=sandbox_id, reason=reason)
+                log.error("sandbox lost its VM, was never paused: gone", sandbox=sandbox_id, reason=reason)
                 self._delete(sandbox)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:

@@ -187,6 +187,10 @@ class QemuVm:
             temporary.unlink(missing_ok=True)
         return CaptureStats(captured.data, captured.zero, state_bytes, time.monotonic() - began)
 
+    async def disk(self) -> Path:
+        _, path = await self._root()
+        return path
+
     async def rebase_disk(self, overlay: Path) -> None:
         node, current = await self._root()
         number = node.rpartition("-")[2]
@@ -220,6 +224,10 @@ class QemuVm:
     def errors(self) -> str:
         """The end of what QEMU printed."""
         return _tail(self._directory / ERRORS)
+
+    async def root_disk(self) -> Path:
+        """The file that the guest's writes go to now."""
+        return (await self._root())[1]
 
     async def _root(self) -> tuple[str, Path]:
         """Node name and file of the present root disk, as QEMU knows them."""
@@ -275,6 +283,10 @@ class QemuVmm:
         self._initramfs = initramfs
         # Blocking work is short and mostly in the kernel; a fork of 16 should not queue behind 4 captures.
         self._executor = ThreadPoolExecutor(max_workers=8, thread_name_prefix="vmm")
+
+    @property
+    def platform(self) -> qemu_command.Platform:
+        return self._platform
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -379,6 +391,8 @@ class QemuVmm:
             listener = stack.enter_context(socket.socket(socket.AF_UNIX))
             listener.bind(str(directory / QMP_SOCKET))
             listener.listen(1)
+            # QEMU can be told twice of one connection; the second accept() must not wait for another.
+            listener.setblocking(False)
             argv = qemu_command.command(self._platform, vm_id, shape, network, console, listener.fileno(), source)
             pid = process.launch(argv, network.netns, directory / ERRORS, [listener.fileno()])
             stack.pop_all()
