@@ -25,11 +25,7 @@ def folder(tmp_path: Path) -> Path:
     # Other users must be able to get in.
     me = pwd.getpwuid(os.getuid()).pw_name
     for path in (tmp_path, *tmp_path.parents):
-        if (
-            path.owner() == pwd.getpwuid(os.getuid()).pw_name
-            and path.is_relative_to("/tmp")
-            and path != Path("/tmp")
-        ):
+        if path != Path("/tmp") and path.is_relative_to("/tmp") and path.owner() == me:
             path.chmod(path.stat().st_mode | 0o055)
     return tmp_path
 
