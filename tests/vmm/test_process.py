@@ -5,6 +5,7 @@
 import asyncio
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,7 @@ async def test_a_program_that_does_not_exist(tmp_path: Path) -> None:
 
 async def test_found_by_argument(tmp_path: Path) -> None:
     marker = f"marker-{os.getpid()}"
-    watched = process.Process(await launch(tmp_path, "sh", "-c", "sleep 60; :", marker))
+    watched = process.Process(await launch(tmp_path, sys.executable, "-c", "import time; time.sleep(60)", marker))
     assert process.find_by_argument(marker) == [watched.pid]
     watched.send(signal.SIGKILL)
     await watched.wait()

@@ -15,9 +15,9 @@ import pytest
 
 from aenv.errors import CapacityError, VmmError
 from aenv.storage import lsmt, qcow2
-from aenv.vmm.protocol import MemoryImage, NetworkAttachment
+from aenv.vmm.protocol import MachineShape, MemoryImage, NetworkAttachment
 from aenv.vmm.qemu import QemuVmm
-from tests.vmm.conftest import SHAPE, Children, Frozen, ask
+from tests.vmm.conftest import SHAPE, Children, Frozen, Namespaces, ask
 
 
 async def test_children_of_one_snapshot_are_independent(children: Children, frozen: Frozen) -> None:
@@ -96,6 +96,39 @@ async def test_the_disk_freezes_while_the_guest_runs(children: Children, frozen:
     assert await ask(vm, "dsum 1") == before
     check = subprocess.run(["qemu-img", "check", "-U", tmp_path / "layer3.qcow2"], capture_output=True, check=False)
     assert check.returncode == 0, check.stderr
+
+
+async def test_two_vcpus_and_memory_above_four_gib(
+    vmm: QemuVmm, children: Children, namespaces: Namespaces, tmp_path: Path
+) -> None:
+    shape = MachineShape(vcpus=2, memory_mib=4096)  # microvm maps what is over 3 GiB at the guest address 4 GiB
+    with (tmp_path / "base.raw").open("wb") as file:
+        file.truncate(8 << 20)
+    qcow2.create_overlay(tmp_path / "disk.qcow2", tmp_path / "base.raw")
+    network = namespaces.take()
+    vm = await vmm.boot("large", shape, network, tmp_path / "disk.qcow2", {})
+    try:
+        filled = await ask(vm, "fill 16 5", 120)
+        await vm.stop()
+        await vm.capture(tmp_path / "state", tmp_path / "delta")
+        await vm.rebase_disk(tmp_path / "later.qcow2")
+    finally:
+        await vm.kill()
+        namespaces.give_back(network)
+    with lsmt.Layer(tmp_path / "delta") as layer:
+        assert layer.virtual_size == 4 << 30
+        assert int(layer.extents.offset.max()) > 3 << 30, "the kernel uses the upper memory first"
+    await asyncio.to_thread(lsmt.compose, None, tmp_path / "delta", tmp_path / "memory", durable=False)
+    for delta, name in ((None, "a"), (tmp_path / "delta2", "b")):
+        child = await children.spawn(name, shape)
+        overlay = tmp_path / f"{name}.qcow2"
+        qcow2.create_overlay(overlay, tmp_path / ("disk.qcow2" if delta is None else "a.qcow2"))
+        state = tmp_path / ("state" if delta is None else "state2")
+        await child.restore(MemoryImage(tmp_path / "memory", delta), state, overlay)
+        assert await ask(child, "sum") == filled
+        await child.stop()
+        await child.capture(tmp_path / "state2", tmp_path / "delta2")
+        await child.rebase_disk(tmp_path / f"{name}-later.qcow2")
 
 
 async def test_stop_and_cont_are_idempotent(children: Children, frozen: Frozen) -> None:

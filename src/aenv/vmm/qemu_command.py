@@ -148,7 +148,8 @@ def command(
             "-blockdev", json.dumps(disk_node(boot.disk, ROOT_NODE, "qcow2")),
             "-kernel", str(boot.kernel), "-initrd", str(boot.initramfs), "-append", boot.parameters,
         ]  # fmt: skip
-    argv += ["-device", f"virtio-blk-device,drive={ROOT_NODE}"]
+    # report: when the host's disk is full the guest sees an I/O error; by default QEMU would stop the VM silently.
+    argv += ["-device", f"virtio-blk-device,drive={ROOT_NODE},werror=report,rerror=report"]
     if network is not None:
         tap = f"tap,id=net,ifname={escape(network.tap)},script=no,downscript=no"
         argv += ["-netdev", tap, "-device", f"virtio-net-device,netdev=net,mac={network.mac}"]
