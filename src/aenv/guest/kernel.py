@@ -185,7 +185,7 @@ def _build(artifacts: Path, work: Path, image: Path, tree: Path | None, origin: 
         (out / "vmlinux").write_bytes(elf)
         kept = []
         for module in modules:
-            # Checking a signature costs 15-20 ms per module under emulation, and the initramfs is ours.
+            # Checking a signature costs about 20 ms per module under emulation, and the initramfs is ours.
             data = unsigned(module.data)
             (out / "modules" / f"{module.name}.ko").write_bytes(data)
             kept.append(Module(module.name, data, module.depends))
