@@ -155,7 +155,12 @@ fn enter_root(device: &str) {
     let deadline = Instant::now() + ROOT_DEADLINE;
     warn("making the mount point", fs::create_dir_all(NEW_ROOT));
     loop {
-        match mount(device, NEW_ROOT, "ext4", libc::MS_NOATIME, "") {
+        // Looking first: the kernel complains on the console of every mount of a device that is not there.
+        let mounted = match fs::metadata(device) {
+            Ok(_) => mount(device, NEW_ROOT, "ext4", libc::MS_NOATIME, ""),
+            Err(e) => Err(e),
+        };
+        match mounted {
             Ok(()) => break,
             // Not there yet, or its driver is not.
             Err(e) if matches!(e.raw_os_error(), Some(libc::ENOENT | libc::ENXIO | libc::ENOTBLK)) => {

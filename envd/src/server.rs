@@ -11,9 +11,10 @@ use hyper_util::server::conn::auto;
 use std::convert::Infallible;
 use std::io;
 use std::net::SocketAddr;
+use std::os::fd::AsRawFd as _;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use tokio::net::TcpListener;
+use tokio::net::{TcpListener, TcpStream};
 use tokio::signal::unix::{signal, SignalKind};
 
 /// Blocking threads do file system work and spawn processes; each costs memory, and guests are small.
@@ -72,6 +73,7 @@ async fn accept(listener: TcpListener, app: Arc<App>) {
         };
         // Small frames must not wait for acknowledgements.
         let _ = stream.set_nodelay(true);
+        keep_alive(&stream);
         let (app, server) = (app.clone(), server.clone());
         tokio::spawn(async move {
             let service = service_fn(move |request| {
@@ -81,6 +83,22 @@ async fn accept(listener: TcpListener, app: Arc<App>) {
             // An error means that the client broke the connection, or the protocol: it knows.
             let _ = server.serve_connection(TokioIo::new(stream), service).await;
         });
+    }
+}
+
+/// Finds out about peers that vanished without a word, as all do when a snapshot is restored elsewhere.
+fn keep_alive(stream: &TcpStream) {
+    let options = [
+        (libc::SOL_SOCKET, libc::SO_KEEPALIVE, 1),
+        (libc::IPPROTO_TCP, libc::TCP_KEEPIDLE, 60),
+        (libc::IPPROTO_TCP, libc::TCP_KEEPINTVL, 10),
+        (libc::IPPROTO_TCP, libc::TCP_KEEPCNT, 3),
+    ];
+    for (level, name, value) in options {
+        let value: libc::c_int = value;
+        let size = std::mem::size_of_val(&value) as libc::socklen_t;
+        // SAFETY: `value` is an int of the given size.
+        unsafe { libc::setsockopt(stream.as_raw_fd(), level, name, std::ptr::addr_of!(value).cast(), size) };
     }
 }
 

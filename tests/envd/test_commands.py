@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -166,6 +167,16 @@ def test_working_directory(sandbox: Sandbox, tmp_path: Path) -> None:
         sandbox.commands.run("pwd", cwd="/no/such/dir")
     with pytest.raises(InvalidArgumentException, match="not a directory"):
         sandbox.commands.run("pwd", cwd="/etc/passwd")
+
+
+def test_a_default_directory_out_of_reach_is_replaced(fresh: Envd, tmp_path: Path) -> None:
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o700)
+    body = json.dumps({"defaultUser": NOBODY, "defaultWorkdir": str(locked)})
+    assert fresh.request("POST", "/init", body).status == 204
+    assert fresh.sandbox().commands.run("pwd").stdout == "/\n"
+    with pytest.raises(InvalidArgumentException, match="working directory: permission denied"):
+        fresh.sandbox().commands.run("pwd", cwd=str(locked))
 
 
 def test_user_and_environment(sandbox: Sandbox) -> None:

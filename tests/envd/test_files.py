@@ -9,6 +9,7 @@ import json
 import os
 import pwd
 import random
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from urllib.parse import quote
 
@@ -234,3 +235,18 @@ def test_watch(sandbox: Sandbox, folder: Path) -> None:
         sandbox.files.watch_dir("/etc/passwd")
     with pytest.raises(FileNotFoundException):
         sandbox.files.watch_dir(str(folder / "missing"))
+
+
+def test_watch_stream(envd: Envd, folder: Path) -> None:
+    request = {"path": str(folder), "includeEntry": True}
+    with ThreadPoolExecutor(1) as pool:
+        headers = {"Connect-Timeout-Ms": "1500"}
+        watching = pool.submit(envd.stream, "filesystem.Filesystem/WatchDir", [request], headers)
+        while wait([watching], timeout=0.01).not_done:
+            (folder / "touched").write_text("x")
+        answers, end = watching.result()
+    assert end["error"]["code"] == "deadline_exceeded"
+    assert answers[0] == {"start": {}}
+    seen = [answer["filesystem"] for answer in answers[1:]]
+    assert {"touched"} == {event["name"] for event in seen}
+    assert any(event["type"] == "EVENT_TYPE_WRITE" and event["entry"].get("size") == "1" for event in seen)

@@ -129,6 +129,7 @@ fn prepare(
         argv: argv?,
         env: environ(&env)?,
         cwd: c_string(&cwd)?,
+        cwd_required: config.cwd.as_deref().is_some_and(|c| !c.is_empty()),
         uid: 0,
         gid: 0,
         groups: Vec::new(),

@@ -13,7 +13,7 @@ use tokio::time::Instant;
 
 /// How long after the exit of the main process its pipes may stay open in other hands (`cmd >(tee log)`, `server &`)
 /// before the end event is sent all the same.
-const GRACE: Duration = Duration::from_millis(100);
+const GRACE: Duration = Duration::from_millis(200);
 const CHUNK: usize = 32 << 10;
 
 #[derive(Clone, Copy)]

@@ -16,6 +16,8 @@ pub struct Command {
     pub argv: Vec<CString>,
     pub env: Vec<CString>,
     pub cwd: CString,
+    /// The request named `cwd`; a default that the user may not enter is replaced by `/`.
+    pub cwd_required: bool,
     pub uid: u32,
     pub gid: u32,
     pub groups: Vec<u32>,
@@ -268,7 +270,8 @@ unsafe fn child(
     } else if libc::geteuid() != command.uid {
         return (2, libc::EPERM);
     }
-    if libc::chdir(command.cwd.as_ptr()) < 0 {
+    let root = b"/\0".as_ptr().cast();
+    if libc::chdir(command.cwd.as_ptr()) < 0 && (command.cwd_required || libc::chdir(root) < 0) {
         return (3, errno());
     }
     libc::execve(command.program.as_ptr(), argv.as_ptr(), env.as_ptr());
