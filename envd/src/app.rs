@@ -16,6 +16,8 @@ pub const DEFAULT_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bi
 pub struct Options {
     /// Running as the guest's init: the machine is ours to configure.
     pub pid1: bool,
+    /// Whether envd may become other users.
+    pub root: bool,
     /// Whether `/init` may set the clock.
     pub set_clock: bool,
 }
@@ -56,7 +58,8 @@ impl App {
         self.settings.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The named user, or the default: `/init`'s choice, else `user` where the image has one, else root.
+    /// The named user, or the default: `/init`'s choice, else `user` where the image has one, else root. Without root
+    /// privileges (development) it can only be the user that envd runs as.
     pub fn user(&self, name: Option<&str>) -> Result<User, RpcError> {
         if let Some(name) = name.filter(|n| !n.is_empty()) {
             return User::find(name);
@@ -64,6 +67,7 @@ impl App {
         let configured = self.settings().default_user.clone();
         match configured {
             Some(name) => User::find(&name),
+            None if !self.options.root => User::current(),
             None => User::find("user").or_else(|_| User::find("root")),
         }
     }

@@ -70,7 +70,7 @@ fn main() -> ExitCode {
     let started = Instant::now();
     if std::process::id() == 1 {
         boot::boot();
-        let options = Options { pid1: true, set_clock: true };
+        let options = Options { pid1: true, root: true, set_clock: true };
         let address = SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), PORT);
         let result = server::run(options, address, started);
         eprintln!("envd: fatal: {result:?}");
@@ -89,7 +89,7 @@ fn main() -> ExitCode {
     };
     // SAFETY: plain system call.
     let root = unsafe { libc::geteuid() } == 0;
-    let options = Options { pid1: false, set_clock: root && !arguments.no_clock };
+    let options = Options { pid1: false, root, set_clock: root && !arguments.no_clock };
     let address = SocketAddr::new(arguments.listen, arguments.port);
     match server::run(options, address, started) {
         Ok(()) => ExitCode::SUCCESS,

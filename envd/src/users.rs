@@ -44,6 +44,16 @@ impl User {
         Err(RpcError::new(Code::Unauthenticated, message))
     }
 
+    /// The user that envd runs as.
+    pub fn current() -> Result<User, RpcError> {
+        // SAFETY: plain system call.
+        let uid = unsafe { libc::geteuid() }.to_string();
+        let passwd = std::fs::read_to_string("/etc/passwd").unwrap_or_default();
+        let mut lines = passwd.lines().map(|l| l.split(':').collect::<Vec<_>>());
+        let name = lines.find(|f| f.get(2) == Some(&uid.as_str())).map(|f| f[0]);
+        User::find(name.unwrap_or(&uid))
+    }
+
     /// Supplementary groups, the primary one first.
     pub fn groups(&self) -> Vec<u32> {
         let text = std::fs::read_to_string("/etc/group").unwrap_or_default();
