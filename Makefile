@@ -12,7 +12,7 @@ test: bootstrap-dev lint ## Install what is missing, run linters and every test
 	@$(PYTHON) -m pytest $(ARGS)
 
 bench: bootstrap-dev     ## Measure the node against the raw operations
-	@$(PYTHON) bench/run.py $(ARGS)
+	@$(PYTHON) -m bench.run $(ARGS)
 
 lint: bootstrap-dev
 	@$(VENV)/bin/ruff check src tests bench examples

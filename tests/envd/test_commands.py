@@ -110,9 +110,7 @@ def test_disconnected_process_is_not_blocked(sandbox: Sandbox) -> None:
 
 
 def test_connect_sees_later_output_and_the_end(sandbox: Sandbox) -> None:
-    handle = sandbox.commands.run(
-        "read line; echo got $line; exit 3", background=True, stdin=True, user=NOBODY
-    )
+    handle = sandbox.commands.run("read line; echo got $line; exit 3", background=True, stdin=True, user=NOBODY)
     handle.disconnect()
     again = sandbox.commands.connect(handle.pid)
     assert again.pid == handle.pid

@@ -117,9 +117,7 @@ def test_errors_of_files(envd: Envd, sandbox: Sandbox, folder: Path) -> None:
     assert envd.request("POST", files(folder), b"x").status == 400
     assert envd.request("POST", "/files", b"x", {"Content-Type": "application/octet-stream"}).status == 400
     torn = b'--B\r\nContent-Disposition: form-data; name="file"; filename="x"\r\n\r\ndata'
-    reply = envd.request(
-        "POST", files(folder / "t"), torn, {"Content-Type": "multipart/form-data; boundary=B"}
-    )
+    reply = envd.request("POST", files(folder / "t"), torn, {"Content-Type": "multipart/form-data; boundary=B"})
     assert reply.status == 400
 
 

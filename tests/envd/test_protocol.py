@@ -37,9 +37,7 @@ def test_json_stream(envd: Envd) -> None:
 
 def test_binary_stream(envd: Envd) -> None:
     request = process_pb.StartRequest(
-        process=process_pb.ProcessConfig(
-            cmd="sh", args=["-c", "echo $A >&2; kill -9 $$"], envs={"A": "x"}, cwd="/"
-        ),
+        process=process_pb.ProcessConfig(cmd="sh", args=["-c", "echo $A >&2; kill -9 $$"], envs={"A": "x"}, cwd="/"),
         stdin=False,
     )
     headers = {"Content-Type": "application/connect+proto", **basic("root")}

@@ -1,13 +1,12 @@
 """One real node, with real microVMs, shared by all tests of this folder."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import httpx
 import pytest
 from e2b import Sandbox
 
-from tests.node.process import NodeProcess
+from tests.node.process import NodeProcess, wait_for
 
 Create = Callable[..., Sandbox]
 
@@ -47,8 +46,4 @@ def create(node: NodeProcess) -> Iterator[Create]:
     with httpx.Client(base_url=node.url, headers={"X-API-Key": node.api_key}, timeout=60) as client:
         for sandbox in client.get("/v2/sandboxes", params={"state": "running,paused"}).json():
             client.delete(f"/sandboxes/{sandbox['sandboxID']}")
-
-
-@pytest.fixture
-def log_of_failure(node: NodeProcess) -> Path:
-    return node.log
+    wait_for(lambda: not node.records("sandboxes"), "all sandboxes of the test to be gone")

@@ -42,7 +42,8 @@ class NodeProcess:
     """One ``aenv-server`` on a home; can be killed and started again on the same home."""
 
     def __init__(self, folder: Path, *, prefix: str, cidr: str, **settings: str) -> None:
-        self.home = folder / "home"
+        # Beside the artefacts: the base image becomes a layer by a hard link.
+        self.home = CACHE / "homes" / f"{prefix}-{os.getpid()}"
         self.log = folder / "server.log"
         self.prefix = prefix
         self.port = free_port()
@@ -120,7 +121,8 @@ class NodeProcess:
                 command = (entry / "cmdline").read_bytes()
             except OSError:
                 continue
-            if command.startswith(b"qemu-system") and str(self.home).encode() in command:
+            program = command.split(b"\0")[0].rpartition(b"/")[2]
+            if program.startswith(b"qemu-system") and str(self.home).encode() in command:
                 found.append(int(entry.name))
         return found
 

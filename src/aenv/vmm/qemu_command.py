@@ -15,7 +15,7 @@ MACHINE = "microvm,acpi=on,pcie=off,rtc=on,ioapic2=off,suppress-vmdesc=on"
 DEVICE_MODEL = f"{MACHINE} virtio-blk virtio-net virtio-rng"
 ROOT_NODE = "root"
 MEMORY_ID = "mem"
-BASE_PARAMETERS = "console=ttyS0 reboot=t panic=-1 quiet loglevel=4 random.trust_cpu=on"
+BASE_PARAMETERS = "console=ttyS0 reboot=t panic=-1 quiet loglevel=4 cryptomgr.notests random.trust_cpu=on"
 SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
 
 
