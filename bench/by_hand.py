@@ -62,11 +62,11 @@ class RawVm:
         )
         listener.close()
         self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.settimeout(30)
         self._socket.connect(str(path))
         self._lines = self._socket.makefile("rb")
         self._next()
         self.ask("qmp_capabilities")
-        self.ask("migrate-set-capabilities", {"capabilities": [{"capability": "events", "state": True}]})
 
     def _next(self) -> dict[str, Any]:
         line = self._lines.readline()

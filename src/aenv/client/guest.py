@@ -15,7 +15,7 @@ from aenv.errors import SandboxStartError
 
 ENVD_PORT = 49983  # E2B's guest daemon port
 ENTROPY_BYTES = 64  # two ChaCha20 keys; the kernel needs 32
-CLOCK_TOLERANCE = 0.05  # seconds: a slower /init is repeated so that the guest's clock is right
+CLOCK_TOLERANCE = 0.1  # seconds: a slower /init is repeated, the guest's clock is behind by up to its duration
 CONNECT_TIMEOUT = 1.0  # seconds; a SYN that met no listener is worth sending again
 RETRY_INTERVAL = 0.02  # seconds between attempts while the guest refuses connections
 
@@ -81,7 +81,7 @@ class GuestClient:
         while the guest takes longer than CLOCK_TOLERANCE to answer, at most a few times.
         """
         candidates = list(dict.fromkeys(tokens))
-        for _ in range(4):
+        for _ in range(3):
             started = time.monotonic()
             candidates = [await self._init(host, identity, candidates, deadline)]
             if time.monotonic() - started <= CLOCK_TOLERANCE:

@@ -1,7 +1,7 @@
 """What a snapshot is made of: plain values. No I/O.
 
 A snapshot names a device state, a memory (an immutable base file and an optional delta) and a frozen disk layer.
-Bases and layers are shared between snapshots; what nothing names any more is garbage (``aenv.snapshot.reachability``).
+Bases and layers are shared between snapshots; what nothing names is garbage (``aenv.snapshot.reachability``).
 """
 
 from dataclasses import dataclass
