@@ -4,6 +4,7 @@ import asyncio
 import secrets
 import shutil
 import time
+from collections import Counter
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -35,6 +36,7 @@ class Checkpoints:
         self._machines = machines
         self._fingerprint = fingerprint
         self._tasks: set[asyncio.Task[None]] = set()
+        self.pinned: Counter[str] = Counter()  # snapshots in use by template builds, which no record names yet
 
     async def capture(self, sandbox: Sandbox, machine: Machine, *, owner: str | None) -> Snapshot:
         """Stop the VM and write its state and memory; it stays stopped. On failure it runs on.
@@ -191,6 +193,9 @@ class Checkpoints:
             named_snapshots=[
                 *(s.snapshot_id for s in sandboxes if s.snapshot_id),
                 *(t.snapshot_id for t in store.templates.rows.values()),
+                *(b.image.snapshot_id for b in store.builds.rows.values() if b.image is not None),
+                *(layer.snapshot_id for layer in store.build_cache.rows.values()),
+                *self.pinned,
             ],
             named_layers=[s.disk for s in sandboxes if s.disk],
             named_memory=[s.memory_base for s in sandboxes if s.memory_base],

@@ -159,6 +159,8 @@ class Machines:
             template_id=sandbox.template_id,
             access_token=sandbox.envd_access_token,
             env_vars=sandbox.env_vars,
+            default_user=sandbox.default_user,
+            default_workdir=sandbox.default_workdir,
         )
         host = lease.slot.host_address
         await self._guests.wait_until_ready(host, deadline)

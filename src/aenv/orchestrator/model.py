@@ -78,6 +78,8 @@ class Sandbox:
     memory_base: str | None = None  # the memory file its VM maps; what it captures is relative to that
     vm_id: str | None = None  # set while a VM process belongs to it
     slot: int | None = None  # network slot index while a VM process belongs to it
+    default_user: str = "user"  # of its commands and files, from its template
+    default_workdir: str | None = None  # None: the user's home
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,14 @@ class ForkOutcome:
 
 
 @dataclass(frozen=True, slots=True)
+class TagTarget:
+    """Which build a tag of a template names, and since when."""
+
+    build_id: str
+    created_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
 class Template:
     """A committed template: a snapshot that sandboxes start from. Sizes are MiB."""
 
@@ -124,6 +134,12 @@ class Template:
     last_spawned_at: datetime | None = None
     start_cmd: str = ""
     ready_cmd: str = ""
+    env_vars: Mapping[str, str] = field(default_factory=dict)  # of every process of its sandboxes
+    default_user: str = "user"
+    default_workdir: str | None = None  # None: the user's home
+    public: bool = True
+    # The fields above are those of the build tagged ``default``, or of the latest. Empty: the only build there is.
+    tags: Mapping[str, TagTarget] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,8 @@ from aenv.errors import (
     InvalidRequestError,
     SandboxNotFoundError,
     SandboxUnreachableError,
-    TemplateNotFoundError,
 )
-from aenv.orchestrator import lifecycle, listing
+from aenv.orchestrator import catalog, lifecycle, listing
 from aenv.orchestrator.capacity import Capacity
 from aenv.orchestrator.checkpoint import Checkpoints
 from aenv.orchestrator.expiry import Expiry
@@ -135,7 +134,7 @@ class Node:
             auto_pause=spec.auto_pause,
             auto_resume=spec.auto_resume,
             metadata=dict(spec.metadata),
-            env_vars=dict(spec.env_vars),
+            env_vars={**template.env_vars, **spec.env_vars},
             envd_access_token=secrets.token_urlsafe(32) if spec.secure else None,
             traffic_access_token=None if spec.allow_public_traffic else secrets.token_urlsafe(32),
             egress=spec.egress,
@@ -144,9 +143,12 @@ class Node:
             disk_mib=template.disk_mib,
             envd_version=template.envd_version,
             snapshot_id=snapshot.id,
+            default_user=template.default_user,
+            default_workdir=template.default_workdir,
         )
         child = self._record(sandbox, snapshot)
-        used = replace(template, spawn_count=template.spawn_count + 1, last_spawned_at=now)
+        stored = self._store.templates[template.id]  # ``template`` may be another build of it
+        used = replace(stored, spawn_count=stored.spawn_count + 1, last_spawned_at=now)
         with self._store.transaction():
             self._store.layers.put(child.layer)
             self._store.sandboxes.put(child.sandbox)
@@ -237,10 +239,7 @@ class Node:
         return sandbox
 
     def _template(self, name: str) -> Template:
-        for template in self._store.templates.rows.values():
-            if name == template.id or name in template.aliases:
-                return template
-        raise TemplateNotFoundError(name)
+        return catalog.resolve(self._store.templates.rows.values(), self._store.builds.rows, name)
 
     @asynccontextmanager
     async def _locked(self, sandbox_id: str) -> AsyncIterator[None]:

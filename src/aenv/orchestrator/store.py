@@ -15,12 +15,13 @@ from typing import Generic, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from aenv.errors import CorruptFileError
+from aenv.orchestrator.builds import Build, CachedLayer
 from aenv.orchestrator.model import Sandbox, Template
 from aenv.snapshot.model import DiskLayer, MemoryBase, Snapshot
 
 SCHEMA_VERSION = 1
 
-Record = TypeVar("Record", Sandbox, Template, Snapshot, DiskLayer, MemoryBase)
+Record = TypeVar("Record", Sandbox, Template, Snapshot, DiskLayer, MemoryBase, Build, CachedLayer)
 
 
 class Table(Generic[Record]):
@@ -101,7 +102,17 @@ class Store:
         self.snapshots = Table(self._database, "snapshots", Snapshot)
         self.layers = Table(self._database, "layers", DiskLayer)
         self.memory = Table(self._database, "memory", MemoryBase)
-        self._tables = (self.sandboxes, self.templates, self.snapshots, self.layers, self.memory)
+        self.builds = Table(self._database, "builds", Build)
+        self.build_cache = Table(self._database, "build_cache", CachedLayer)
+        self._tables = (
+            self.sandboxes,
+            self.templates,
+            self.snapshots,
+            self.layers,
+            self.memory,
+            self.builds,
+            self.build_cache,
+        )
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
