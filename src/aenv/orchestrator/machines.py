@@ -23,6 +23,7 @@ from aenv.orchestrator.store import Store
 from aenv.snapshot.model import DiskLayer, Snapshot
 from aenv.storage.layout import Layout
 from aenv.storage.qcow2 import create_overlay
+from aenv.vmm.liveness import while_alive
 from aenv.vmm.protocol import Fingerprint, MemoryImage, Vm
 
 log = structlog.get_logger()
@@ -142,7 +143,7 @@ class Machines:
 
     def _run(self, sandbox: Sandbox, lease: Lease, tokens: Sequence[str | None], timeout: float) -> Machine:
         self._generation += 1
-        introduction = self.introduce(sandbox, lease, tokens, timeout)
+        introduction = while_alive(lease.vm, self.introduce(sandbox, lease, tokens, timeout))
         ready = asyncio.create_task(introduction, name=f"introduce-{sandbox.id}")
         # A failure is reported to whoever waits; nobody may be waiting, and that is not an error of its own.
         ready.add_done_callback(lambda task: task.cancelled() or task.exception())

@@ -21,6 +21,7 @@ from aenv.snapshot.model import DiskLayer, MemoryBase, Snapshot
 from aenv.storage.layout import Layout, allocated_bytes, remove
 from aenv.storage.lsmt import compose
 from aenv.storage.qcow2 import create_overlay
+from aenv.vmm.liveness import while_alive
 from aenv.vmm.protocol import MachineShape, Vm, Vmm
 
 MIB = 1 << 20
@@ -125,7 +126,8 @@ class TemplateBuilder:
             started = time.monotonic()
             self._progress("booting the guest")
             vm = await self._vmm.boot(new_vm_id(), shape, attachment(slot), self._layout.layer(overlay), parameters)
-            await self._guests.wait_until_ready(slot.host_address, started + self._settings.boot_timeout)
+            deadline = started + self._settings.boot_timeout
+            await while_alive(vm, self._guests.wait_until_ready(slot.host_address, deadline))
             self._progress(f"guest is up after {time.monotonic() - started:.1f} s; letting it settle")
             identity = GuestIdentity("template", "template", None)
             await self._guests.introduce(slot.host_address, identity, [None], time.monotonic() + SETTLE_TIMEOUT)
