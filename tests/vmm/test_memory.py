@@ -52,6 +52,16 @@ def expand(first: np.ndarray[tuple[int], np.dtype[np.uint64]], length: object) -
     return {p for s, n in zip(first.tolist(), length.tolist(), strict=True) for p in range(s, s + n)}  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("regions", [1, 512, 513, 600, 1025, 2499])
+def test_each_run_is_found_once_however_many_there_are(base: Path, guest: mmap.mmap, regions: int) -> None:
+    """The kernel collects 512 at a time; a run reported twice would make a layer that cannot be read."""
+    for number in range(regions):
+        guest[2 * number * ram.PAGE] = 1
+    first, length = ram.private_runs(ram.find_mapping(os.getpid(), base, SIZE))
+    assert first.tolist() == [2 * number for number in range(regions)]
+    assert set(length.tolist()) == {1}
+
+
 def test_both_ways_find_exactly_what_was_written(base: Path, guest: mmap.mmap) -> None:
     mapping = ram.find_mapping(os.getpid(), base, SIZE)
     assert len(ram.private_runs(mapping)[0]) == 0

@@ -111,7 +111,11 @@ def _scan(fd: int, mapping: Mapping) -> tuple[Words, Words]:
         )  # fmt: skip
         count = fcntl.ioctl(fd, PAGEMAP_SCAN, argument, True)
         found.append(vector[:count, :2].copy())
-        start = struct.unpack_from("Q", argument, 32)[0]
+        if count < REGIONS:
+            break
+        # Not walk_end: the kernel collects 512 regions at a time and leaves in it where one of the earlier batches
+        # ended (seen on 6.18), from where the rest would be reported a second time.
+        start = int(vector[count - 1, 1])
     regions = np.concatenate(found)
     starts, ends = regions[:, 0], regions[:, 1]
     if len(starts) > 1:
