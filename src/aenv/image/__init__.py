@@ -1,0 +1,1 @@
+"""Container images as root file systems: references, registries, blobs, layers, ext4."""
