@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -13,6 +13,20 @@ from pydantic_settings import (
 )
 
 DEFAULT_CONFIG_FILE = Path("/etc/aenv/config.toml")
+
+
+class RegistrySettings(BaseModel):
+    """How one image registry is reached. In TOML: ``[registries."registry.example.org:5000"]``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    plain_http: bool = Field(False, description="Speak HTTP without TLS to it")
+    ca_file: Path | None = Field(None, description="PEM file of the authority that signed its certificate")
+    mirrors: list[str] = Field(
+        default_factory=list, description="host[:port][/prefix] asked first, in order; each may have its own settings"
+    )
+    username: str | None = None
+    password: str | None = Field(None, repr=False)
 
 
 class Settings(BaseSettings):
@@ -56,6 +70,18 @@ class Settings(BaseSettings):
     slot_prefix: str = Field("aenv", pattern=r"^[a-z][a-z0-9]{0,5}$", description="Prefix of namespaces, interfaces")
     always_allow: list[str] = Field(default_factory=list, description="Private ranges guests may reach, CIDRs")
     dns: list[str] = Field(default_factory=lambda: ["1.1.1.1", "8.8.8.8"], description="Guests' resolvers")
+
+    registries: dict[str, RegistrySettings] = Field(
+        default_factory=dict, description="Settings of image registries, by host[:port]"
+    )
+    registry_search: list[str] = Field(
+        default_factory=lambda: ["docker.io"], description="Registries that short image names are looked for in"
+    )
+    registry_allow: list[str] = Field(
+        default_factory=list, description="Registries images may come from (host[:port], * allowed); empty: any"
+    )
+    docker_config: Path | None = Field(None, description="Docker's config.json; where Docker looks, when unset")
+    image_cache: int = Field(20480, ge=0, description="Blobs and converted images kept, MiB; the least used go")
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["auto", "console", "json"] = Field("auto", description="auto: console on a terminal")
