@@ -10,12 +10,15 @@ from pathlib import Path
 
 import structlog
 
-from aenv.client.guest import GuestClient
+from aenv.client.guest import ENVD_PORT, GuestClient
 from aenv.config import Settings
 from aenv.errors import AenvError, ConflictError
 from aenv.guest.artifacts import GuestArtifacts, ensure_base_rootfs, ensure_kernel_and_initramfs
 from aenv.network.pool import SlotPool
 from aenv.network.settings import NetworkSettings
+from aenv.observability.logs import LogStore
+from aenv.observability.recorder import Recorder
+from aenv.observability.sampler import Sampler, Target
 from aenv.orchestrator.capacity import Capacity
 from aenv.orchestrator.checkpoint import Checkpoints
 from aenv.orchestrator.machines import Machine, Machines
@@ -45,6 +48,9 @@ class Running:
     vmm: Vmm
     pool: VmPool
     machines: Machines
+    sampler: Sampler
+    logs: LogStore
+    recorder: Recorder
 
 
 def find_envd(settings: Settings) -> Path:
@@ -119,17 +125,47 @@ async def running_node(settings: Settings, progress: Progress, *, pause_all: boo
         machines = Machines(settings, layout, store, pool, slots, guests, vmm.fingerprint, on_death)
         checkpoints = Checkpoints(layout, store, machines, vmm.fingerprint)
         node = Node(settings, store, machines, checkpoints, capacity)
+        logs = LogStore.open(layout.logs)
+        stack.callback(logs.close)
+        sampler = Sampler(
+            settings.metrics_interval,
+            lambda: metrics_targets(store, machines),
+            lambda sandbox_id: metrics_target(store, machines, sandbox_id),
+        )
+        recorder = Recorder(logs, layout.console, sampler.forget)
+        store.sandboxes.on_change = recorder.on_change
         for sandbox in await recover(store, layout, slots, machines, capacity, vms):
             node.expiry.watch(sandbox)
         checkpoints.collect_garbage()
         await ensure_base(settings, layout, store, vmm, slots, guests, shape, artifacts, progress)
         pool.start()
+        recorder.start(store.sandboxes.rows.values())
+        stack.push_async_callback(recorder.close)
+        sampler.start()
+        stack.push_async_callback(sampler.close)
         stack.push_async_callback(_close, node, pause_all)
-        yield Running(node, store, vmm, pool, machines)
+        yield Running(node, store, vmm, pool, machines, sampler, logs, recorder)
 
 
 async def _close(node: Node, pause_all: bool) -> None:
     await node.close(pause_all=pause_all)
+
+
+def metrics_target(store: Store, machines: Machines, sandbox_id: str) -> Target | None:
+    """Where the sandbox's guest gives its metrics; None unless it runs and has been introduced."""
+    sandbox, machine = store.sandboxes.get(sandbox_id), machines.get(sandbox_id)
+    if sandbox is None or machine is None or sandbox.state is not SandboxState.RUNNING:
+        return None
+    ready = machine.ready
+    if not ready.done() or ready.cancelled() or ready.exception() is not None:
+        return None
+    return Target(sandbox_id, f"http://{machine.host}:{ENVD_PORT}/metrics", sandbox.envd_access_token)
+
+
+def metrics_targets(store: Store, machines: Machines) -> Iterator[Target]:
+    for sandbox_id in list(store.sandboxes.rows):
+        if (target := metrics_target(store, machines, sandbox_id)) is not None:
+            yield target
 
 
 def network_settings(settings: Settings) -> NetworkSettings:

@@ -85,6 +85,9 @@ class Settings(BaseSettings):
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["auto", "console", "json"] = Field("auto", description="auto: console on a terminal")
+    metrics_interval: float = Field(
+        5.0, ge=0, le=3600, description="Between two samples of a running sandbox's metrics, seconds; 0: on demand only"
+    )
 
     @classmethod
     def settings_customise_sources(

@@ -1,6 +1,8 @@
-"""The node's API key: generated on first start, readable by its owner alone."""
+"""The node's API key: generated on first start, readable by its owner alone.
 
-import hmac
+Further keys are made through the API and kept as hashes: ``aenv.accounts.credentials``.
+"""
+
 import os
 import secrets
 from pathlib import Path
@@ -29,13 +31,3 @@ def load_or_create(path: Path) -> str:
     if not key:
         raise CorruptFileError(f"{path} is empty.", "Remove it to have a new key made, or write one into it.")
     return key
-
-
-class KeyRing:
-    """Answers whether a presented key is valid, in constant time."""
-
-    def __init__(self, key: str) -> None:
-        self._key = key.encode()
-
-    def valid(self, presented: str) -> bool:
-        return hmac.compare_digest(self._key, presented.encode(errors="surrogateescape"))

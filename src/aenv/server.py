@@ -3,6 +3,7 @@
 import asyncio
 import signal
 import socket
+import sqlite3
 from pathlib import Path
 from typing import Annotated
 
@@ -13,13 +14,20 @@ import uvloop
 from pydantic import ValidationError
 
 from aenv import __version__
+from aenv.accounts.credentials import Credentials
+from aenv.accounts.database import open_accounts
+from aenv.accounts.secrets import Secrets
+from aenv.accounts.volumes import Volumes
 from aenv.api.app import create_app
+from aenv.api.context import Services
 from aenv.api.server import uvicorn_config
 from aenv.assembly import Progress, Running, running_node, summary
 from aenv.config import Settings
 from aenv.errors import AenvError
-from aenv.keys import KeyRing, load_or_create
+from aenv.keys import load_or_create
 from aenv.log import configure
+from aenv.observability.host import Host
+from aenv.storage.layout import Layout
 
 log = structlog.get_logger()
 cli = typer.Typer(add_completion=False, help="Run an AgentENV node.", pretty_exceptions_enable=False)
@@ -55,7 +63,24 @@ async def serve(
         if stopping.is_set():
             return
         key = settings.api_key or load_or_create(settings.home / "api-key")
-        await _serve_http(settings, running, KeyRing(key), listener, stopping, ready)
+        accounts = open_accounts(Layout(settings.home, settings.runtime).accounts)
+        try:
+            services = _services(settings, running, accounts, key)
+            await _serve_http(settings, running, services, listener, stopping, ready)
+        finally:
+            accounts.close()
+
+
+def _services(settings: Settings, running: Running, accounts: sqlite3.Connection, key: str) -> Services:
+    return Services(
+        credentials=Credentials(accounts, key),
+        secrets=Secrets(accounts),
+        volumes=Volumes(accounts),
+        sampler=running.sampler,
+        logs=running.logs,
+        recorder=running.recorder,
+        host=Host(settings.home),
+    )
 
 
 def _listen(settings: Settings) -> socket.socket:
@@ -77,12 +102,12 @@ def _listen(settings: Settings) -> socket.socket:
 async def _serve_http(
     settings: Settings,
     running: Running,
-    keys: KeyRing,
+    services: Services,
     listener: socket.socket,
     stopping: asyncio.Event,
     ready: asyncio.Event | None,
 ) -> None:
-    app = create_app(settings, running.node, keys.valid)
+    app = create_app(settings, running.node, services.credentials.valid, services)
     running.machines.on_retire = app.proxy.drop
     server = uvicorn.Server(uvicorn_config(app, settings, grace=GRACE))
     serving = asyncio.create_task(server._serve([listener]))

@@ -2,16 +2,23 @@
 
 import asyncio
 import secrets
+import sqlite3
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import httpx
 import uvicorn
 
+from aenv.accounts.credentials import Credentials
+from aenv.accounts.database import prepare
+from aenv.accounts.secrets import Secrets
+from aenv.accounts.volumes import Volumes
 from aenv.api.app import Application, create_app
+from aenv.api.context import Services
 from aenv.api.server import uvicorn_config
 from aenv.config import Settings
 from aenv.errors import (
@@ -21,6 +28,10 @@ from aenv.errors import (
     SandboxNotFoundError,
     TemplateNotFoundError,
 )
+from aenv.observability.host import Host
+from aenv.observability.logs import LogStore
+from aenv.observability.recorder import Recorder
+from aenv.observability.sampler import Sampler
 from aenv.orchestrator.interface import Orchestrator
 from aenv.orchestrator.model import (
     ForkOutcome,
@@ -176,7 +187,22 @@ def _matches(sandbox: Sandbox, where: SandboxFilter) -> bool:
 def application(fake: FakeOrchestrator, **settings: object) -> Application:
     orchestrator: Orchestrator = fake
     configured = Settings.model_validate({"domain": "sandbox.test", **settings})
-    return create_app(configured, orchestrator, lambda key: secrets.compare_digest(key, KEY))
+    return create_app(configured, orchestrator, lambda key: secrets.compare_digest(key, KEY), services(KEY))
+
+
+def services(key: str) -> Services:
+    """The real ones, over databases in memory, with nothing to observe."""
+    accounts = prepare(sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False))
+    logs = LogStore.prepare(sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False))
+    return Services(
+        credentials=Credentials(accounts, key),
+        secrets=Secrets(accounts),
+        volumes=Volumes(accounts),
+        sampler=Sampler(0, lambda: (), lambda _: None),
+        logs=logs,
+        recorder=Recorder(logs, Path),
+        host=Host(Path("/")),
+    )
 
 
 @asynccontextmanager

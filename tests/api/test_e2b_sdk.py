@@ -126,7 +126,7 @@ def test_refusals(server: Server) -> None:
     with pytest.raises(SandboxException, match="timeout"):
         create(server, timeout=10**6)
     with pytest.raises(SandboxException, match="not supported"):
-        create(server).get_metrics()
+        create(server).create_snapshot()
     with pytest.raises(AuthenticationException):
         Sandbox.create("base", **{**server.options, "api_key": "wrong"})
     server.fake.capacity = 0

@@ -7,8 +7,20 @@ from importlib.metadata import PackageNotFoundError, version
 from fastapi import Depends, FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from aenv.api import auth, errors, health, sandbox_lists, sandboxes, templates, unsupported
-from aenv.api.context import Context
+from aenv.api import (
+    accounts,
+    auth,
+    errors,
+    health,
+    observe,
+    sandbox_lists,
+    sandboxes,
+    secrets,
+    templates,
+    unsupported,
+    volumes,
+)
+from aenv.api.context import Context, Services
 from aenv.api.limits import BodyLimit
 from aenv.config import Settings
 from aenv.orchestrator.interface import Orchestrator
@@ -34,7 +46,9 @@ class Application:
         await self.api(scope, receive, send)
 
 
-def create_app(settings: Settings, orchestrator: Orchestrator, api_key_valid: Callable[[str], bool]) -> Application:
+def create_app(
+    settings: Settings, orchestrator: Orchestrator, api_key_valid: Callable[[str], bool], services: Services
+) -> Application:
     """The API and the proxy over ``orchestrator``, whose life is the caller's business.
 
     ``api_key_valid`` is called for every API request and must compare in constant time.
@@ -55,9 +69,10 @@ def create_app(settings: Settings, orchestrator: Orchestrator, api_key_valid: Ca
         lifespan=lifespan,
         redirect_slashes=False,
     )
-    api.state.context = Context(orchestrator, settings)
+    api.state.context = Context(orchestrator, settings, services)
     keyed = [Depends(auth.documented)]
-    for module in (sandbox_lists, sandboxes, unsupported, templates):
+    # The first that matches serves: ``observe`` has /sandboxes/metrics, which is no sandbox's id.
+    for module in (observe, sandbox_lists, sandboxes, unsupported, templates, accounts, secrets, volumes):
         api.include_router(module.router, dependencies=keyed)
     api.include_router(health.router)
     # The last added runs first: the key is checked, then the size, and the boundary is nearest to the routes.

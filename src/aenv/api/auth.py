@@ -1,10 +1,10 @@
-"""API keys: ``X-API-Key: KEY`` or ``Authorization: Bearer KEY``.
+"""API keys and access tokens: ``X-API-Key: KEY`` or ``Authorization: Bearer KEY``.
 
 Checked before anything of the request is parsed, so that strangers learn nothing from error messages. Whether a key
 is valid is the caller's business (``api_key_valid``, which compares in constant time).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated
 
 from fastapi import Security
@@ -12,8 +12,11 @@ from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBea
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from aenv.api.errors import Error, respond
+from aenv.api.unsupported import CONTENT_PREFIX
 
 OPEN_PATHS = frozenset({"/health", "/openapi.json"})
+# Asked with a volume's own token, and refused whatever it is: the answer must say that, not that the token is wrong.
+OPEN_PREFIX = CONTENT_PREFIX
 
 
 class ApiKeyGate:
@@ -24,7 +27,7 @@ class ApiKeyGate:
         self._valid = api_key_valid
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and not _open(scope["path"]):
             problem = self._problem(scope["headers"])
             if problem is not None:
                 await respond(Error(code=401, message=problem))(scope, receive, send)
@@ -32,13 +35,23 @@ class ApiKeyGate:
         await self._app(scope, receive, send)
 
     def _problem(self, headers: list[tuple[bytes, bytes]]) -> str | None:
-        keys = [key for key in (_key(name, value) for name, value in headers) if key is not None]
+        keys = presented(headers)
         if not keys:
+            if any(_key(name, value) is not None for name, value in headers):
+                return "The API key is not valid."
             return "No API key. Send it in the X-API-Key header (E2B SDKs: E2B_API_KEY)."
-        # Non-ASCII text would make hmac.compare_digest raise, and is never a key.
-        if any(key.isascii() and self._valid(key.decode("ascii")) for key in keys):
-            return None
-        return "The API key is not valid."
+        return None if any(map(self._valid, keys)) else "The API key is not valid."
+
+
+def _open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith(OPEN_PREFIX)
+
+
+def presented(headers: Iterable[tuple[bytes, bytes]]) -> list[str]:
+    """The credentials that a request shows, of either kind in either header."""
+    keys = (_key(name, value) for name, value in headers)
+    # Non-ASCII text would make hmac.compare_digest raise, and is never a key.
+    return [key.decode("ascii") for key in keys if key is not None and key.isascii()]
 
 
 def _key(name: bytes, value: bytes) -> bytes | None:

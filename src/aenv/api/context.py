@@ -5,17 +5,38 @@ from typing import Annotated, Any
 
 from fastapi import Depends, Path, Request
 
+from aenv.accounts.credentials import Credentials
+from aenv.accounts.secrets import Secrets
+from aenv.accounts.volumes import Volumes
 from aenv.api.errors import Error
 from aenv.config import Settings
 from aenv.errors import SandboxNotFoundError
+from aenv.observability.host import Host
+from aenv.observability.logs import LogStore
+from aenv.observability.recorder import Recorder
+from aenv.observability.sampler import Sampler
 from aenv.orchestrator.interface import Orchestrator
 from aenv.proxy.routing import sandbox_id as parse_sandbox_id
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What the API serves beside the lifecycle of sandboxes."""
+
+    credentials: Credentials
+    secrets: Secrets
+    volumes: Volumes
+    sampler: Sampler
+    logs: LogStore
+    recorder: Recorder
+    host: Host
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
     orchestrator: Orchestrator
     settings: Settings
+    services: Services
 
 
 def _context(request: Request) -> Context:
@@ -40,6 +61,7 @@ _DESCRIPTIONS = {
     404: "Not found",
     409: "Conflict",
     500: "Server error",
+    501: "A part of E2B's API that this server does not have",
     503: "No capacity; may be repeated after Retry-After seconds",
 }
 

@@ -3,7 +3,7 @@
 from ipaddress import ip_network
 
 from aenv.api import schemas
-from aenv.api.errors import UnsupportedError
+from aenv.api.errors import MissingFeatureError, UnsupportedError
 from aenv.config import Settings
 from aenv.errors import InvalidRequestError
 from aenv.orchestrator.model import Egress, Sandbox, SandboxSpec, Template
@@ -25,11 +25,14 @@ def spec(body: schemas.NewSandbox, settings: Settings, *, default_timeout: int, 
     for name, value in (
         ("mcp", body.mcp),
         ("iam", body.iam),
-        ("volumeMounts", body.volume_mounts),
         ("customExtensionParams", body.custom_extension_params),
     ):
         if value:
             raise UnsupportedError(f"{name} is not supported by this server.", "Leave it out.")
+    if body.volume_mounts:
+        raise MissingFeatureError(
+            "volumeMounts: volumes cannot be mounted by this server.", "Write files into the sandbox instead."
+        )
     if body.auto_pause_memory is False:
         raise UnsupportedError(
             "autoPauseMemory: false (a filesystem-only pause) is not supported by this server.",

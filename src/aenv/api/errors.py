@@ -32,6 +32,10 @@ class UnsupportedError(InvalidRequestError):
     """A part of E2B's API that this server does not have. Never ignored: the caller would rely on it."""
 
 
+class MissingFeatureError(UnsupportedError):
+    """A whole feature that this server does not have, rather than one value of a call that it serves."""
+
+
 class Error(BaseModel):
     """E2B's error body. ``code`` repeats the HTTP status; ``error_code`` is for programs."""
 
@@ -43,6 +47,7 @@ class Error(BaseModel):
 # Most specific first: (type, status, error_code). ``sandbox_capacity_unavailable``, ``sandbox_create_failed`` and
 # ``internal_server_error`` are E2B's; it calls the set open.
 _TABLE: tuple[tuple[type[AenvError], int, str | None], ...] = (
+    (MissingFeatureError, 501, "not_supported"),
     (UnsupportedError, 400, "not_supported"),
     (InvalidRequestError, 400, None),
     (NotFoundError, 404, None),

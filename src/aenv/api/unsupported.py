@@ -1,30 +1,37 @@
-"""E2B endpoints that the SDK calls on a sandbox and this server does not have.
+"""E2B endpoints that its SDKs and tools call and this server does not have: 501, which says so.
 
-Without these the SDK would take the 404 of an unknown path for a sandbox that does not exist.
+Without these the SDK would take the 404 of an unknown path for a sandbox or a volume that does not exist. They are
+listed in docs/reference/compatibility.md.
 """
 
 from fastapi import APIRouter
 
-from aenv.api.context import SandboxId
-from aenv.api.errors import UnsupportedError
+from aenv.api.errors import MissingFeatureError
 
 router = APIRouter(include_in_schema=False)
 
+CONTENT_PREFIX = "/volumecontent/"  # asked with a volume's own token, so the gate lets it through to be refused here
 
-def _refuse(name: str) -> None:
-    method, path = name.split()
-
-    async def refuse(sandbox_id: SandboxId) -> None:
-        raise UnsupportedError(f"{name} is not supported by this server.")
-
-    router.add_api_route(path, refuse, methods=[method])
+_METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 
 
-for _name in (
-    "PUT /sandboxes/{sandboxID}/network",
-    "POST /sandboxes/{sandboxID}/snapshots",
-    "GET /sandboxes/{sandboxID}/metrics",
-    "GET /sandboxes/{sandboxID}/logs",
-    "GET /v2/sandboxes/{sandboxID}/logs",
-):
-    _refuse(_name)
+def _refuse(path: str, methods: list[str], message: str, hint: str = "") -> None:
+    async def refuse() -> None:
+        raise MissingFeatureError(message, hint)
+
+    router.add_api_route(path, refuse, methods=methods)
+
+
+_refuse(
+    "/sandboxes/{sandboxID}/network", ["PUT"], "Changing a sandbox's network rules is not supported by this server."
+)
+_refuse("/sandboxes/{sandboxID}/snapshots", ["POST"], "Snapshots of sandboxes are not supported by this server.")
+_refuse(
+    CONTENT_PREFIX + "{volumeID}/{rest:path}",
+    _METHODS,
+    "Volumes have no content on this server.",
+    "Write files into a sandbox instead.",
+)
+for _path in ("/teams/{teamID}/metrics", "/teams/{teamID}/metrics/max"):
+    _refuse(_path, ["GET"], "Metrics of teams are not supported by this server.", "GET /nodes has the node's counts.")
+_refuse("/admin/{rest:path}", _METHODS, "E2B's administration endpoints are not supported by this server.")

@@ -7,7 +7,7 @@ database stays consistent, at worst without the last transitions.
 """
 
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -32,6 +32,8 @@ class Table(Generic[Record]):
         self._name = name
         self._adapter: TypeAdapter[Record] = TypeAdapter(kind)
         self._undo: list[tuple[str, Record | None]] = []
+        # Told of every committed change as (before, after); must not write to the store.
+        self.on_change: Callable[[Record | None, Record | None], None] | None = None
         database.execute(f"CREATE TABLE IF NOT EXISTS {name} (id TEXT PRIMARY KEY, doc TEXT NOT NULL) WITHOUT ROWID")
         self._rows: dict[str, Record] = {}
         for key, doc in database.execute(f"SELECT id, doc FROM {name}"):
@@ -72,7 +74,13 @@ class Table(Generic[Record]):
             raise RuntimeError("records are written inside Store.transaction() only")
 
     def committed(self) -> None:
+        changed: dict[str, Record | None] = {}
+        for key, before in self._undo:
+            changed.setdefault(key, before)
         self._undo.clear()
+        if self.on_change is not None:
+            for key, before in changed.items():
+                self.on_change(before, self._rows.get(key))
 
     def rolled_back(self) -> None:
         while self._undo:

@@ -2,6 +2,8 @@
 
 ``home`` (durable)                       ``runtime`` (transient)
   aenv.db        SQLite, WAL               vms/<vm>/   QMP socket, process record
+  accounts.db    keys, tokens, secrets, volumes: mode 0600
+  logs.db        sandboxes' logs: mode 0600
   api-key        mode 0600
   lock           held by the server
   artifacts/     kernel, initramfs, base root filesystems
@@ -31,6 +33,14 @@ class Layout:
     @property
     def database(self) -> Path:
         return self.home / "aenv.db"
+
+    @property
+    def accounts(self) -> Path:
+        return self.home / "accounts.db"
+
+    @property
+    def logs(self) -> Path:
+        return self.home / "logs.db"
 
     @property
     def api_key(self) -> Path:

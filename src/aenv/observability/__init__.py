@@ -1,0 +1,1 @@
+"""What can be seen of a node and its sandboxes: metrics, logs, the host."""
