@@ -28,12 +28,20 @@ from aenv.orchestrator.pool import VmPool
 from aenv.orchestrator.recovery import find_vms, recover
 from aenv.orchestrator.store import Store
 from aenv.storage.layout import Layout
+from aenv.template.archives import Archives
 from aenv.template.builder import TemplateBuilder
+from aenv.template.cache import LayerCache
+from aenv.template.engine import Engine
+from aenv.template.journal import JournalStore
+from aenv.template.machine import Workshop
+from aenv.template.origin import Origins
+from aenv.template.service import TemplateService
 from aenv.vmm.choice import choose_vmm
 from aenv.vmm.protocol import Accelerator, MachineShape, Vmm
 
 log = structlog.get_logger()
 
+ARCHIVES_KEPT = 4  # uploaded archives of the largest size that are kept for later builds
 BASE = "base"  # alias of the default template, as in E2B
 
 Progress = Callable[[str], None]
@@ -51,6 +59,7 @@ class Running:
     sampler: Sampler
     logs: LogStore
     recorder: Recorder
+    templates: TemplateService
 
 
 def find_envd(settings: Settings) -> Path:
@@ -138,13 +147,18 @@ async def running_node(settings: Settings, progress: Progress, *, pause_all: boo
             node.expiry.watch(sandbox)
         checkpoints.collect_garbage()
         await ensure_base(settings, layout, store, vmm, slots, guests, shape, artifacts, progress)
+        templates = template_service(
+            settings, layout, store, vmm, pool, slots, guests, checkpoints, capacity, shape, artifacts
+        )
+        templates.open()
         pool.start()
         recorder.start(store.sandboxes.rows.values())
         stack.push_async_callback(recorder.close)
         sampler.start()
         stack.push_async_callback(sampler.close)
         stack.push_async_callback(_close, node, pause_all)
-        yield Running(node, store, vmm, pool, machines, sampler, logs, recorder)
+        stack.push_async_callback(templates.close)
+        yield Running(node, store, vmm, pool, machines, sampler, logs, recorder, templates)
 
 
 async def _close(node: Node, pause_all: bool) -> None:
@@ -175,6 +189,40 @@ def network_settings(settings: Settings) -> NetworkSettings:
         always_allow=tuple(settings.always_allow),
         runtime_dir=settings.runtime,
     )
+
+
+def template_service(
+    settings: Settings,
+    layout: Layout,
+    store: Store,
+    vmm: Vmm,
+    pool: VmPool,
+    slots: SlotPool,
+    guests: GuestClient,
+    checkpoints: Checkpoints,
+    capacity: Capacity,
+    shape: MachineShape,
+    artifacts: GuestArtifacts,
+) -> TemplateService:
+    workshop = Workshop(
+        settings=settings,
+        layout=layout,
+        store=store,
+        vmm=vmm,
+        pool=pool,
+        slots=slots,
+        guests=guests,
+        checkpoints=checkpoints,
+        default_shape=shape,
+        initramfs_sha256=artifacts.initramfs_sha256,
+        envd_version=artifacts.envd_version,
+    )
+    cache = LayerCache(store, settings.build_cache)
+    cache.trim()
+    archives = Archives(layout.home / "template-files", (settings.max_upload << 20) * ARCHIVES_KEPT)
+    engine = Engine(workshop, Origins(workshop, cache), cache, archives)
+    journals = JournalStore(layout.home / "builds")
+    return TemplateService(settings, workshop, engine, capacity, journals, archives)
 
 
 async def ensure_base(

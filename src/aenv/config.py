@@ -83,10 +83,15 @@ class Settings(BaseSettings):
     docker_config: Path | None = Field(None, description="Docker's config.json; where Docker looks, when unset")
     image_cache: int = Field(20480, ge=0, description="Blobs and converted images kept, MiB; the least used go")
 
+    max_builds: int | None = Field(None, ge=1, le=64, description="Template builds at once; one per core when unset")
+    build_timeout: float = Field(3600.0, gt=0, description="Longest time one template build may take, seconds")
+    build_cache: int = Field(64, ge=0, le=10000, description="Results of build steps kept; the least used go")
+    max_upload: int = Field(1024, ge=1, description="Largest archive of files for a template build, MiB")
+
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["auto", "console", "json"] = Field("auto", description="auto: console on a terminal")
     metrics_interval: float = Field(
-        5.0, ge=0, le=3600, description="Between two samples of a running sandbox's metrics, seconds; 0: on demand only"
+        5.0, ge=0, le=3600, description="Between two samples of a sandbox's metrics, seconds; 0: on demand only"
     )
 
     @classmethod

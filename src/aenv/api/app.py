@@ -16,32 +16,52 @@ from aenv.api import (
     sandbox_lists,
     sandboxes,
     secrets,
+    template_builds,
+    template_tags,
     templates,
     unsupported,
     volumes,
 )
 from aenv.api.context import Context, Services
 from aenv.api.limits import BodyLimit
+from aenv.api.template_uploads import PREFIX as UPLOADS_PREFIX
+from aenv.api.template_uploads import UploadLinks, Uploads
 from aenv.config import Settings
 from aenv.orchestrator.interface import Orchestrator
 from aenv.proxy.app import SandboxProxy
+from aenv.template.service import TemplateService
 
 
 class Application:
     """Dispatches before anything of the API runs. ``proxy.drop(id)`` cuts a sandbox's connections."""
 
-    def __init__(self, api: ASGIApp, proxy: SandboxProxy) -> None:
+    def __init__(self, api: FastAPI, proxy: SandboxProxy) -> None:
         self.api = api
         self.proxy = proxy
+        self._uploads: ASGIApp | None = None
+
+    def serve_templates(self, service: TemplateService, settings: Settings) -> None:
+        """Let templates be built. Without this they are listed only."""
+        links = UploadLinks()
+        self._uploads = Uploads(
+            links, service.archives, limit=settings.max_upload << 20, reserve=settings.reserve_disk << 20
+        )
+        self.api.state.templates = service
+        self.api.state.upload_links = links
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan":
             target = self.proxy.match(scope)
+            if target is None and scope["type"] == "http":
+                target = await self.proxy.match_signed(scope)
             if target is not None:
                 await self.proxy(target, scope, receive, send)
                 return
             if scope["type"] == "websocket":
                 await send({"type": "websocket.close"})  # the API has none: 403 before the handshake
+                return
+            if self._uploads is not None and scope["path"].startswith(UPLOADS_PREFIX):
+                await self._uploads(scope, receive, send)
                 return
         await self.api(scope, receive, send)
 
@@ -72,7 +92,19 @@ def create_app(
     api.state.context = Context(orchestrator, settings, services)
     keyed = [Depends(auth.documented)]
     # The first that matches serves: ``observe`` has /sandboxes/metrics, which is no sandbox's id.
-    for module in (observe, sandbox_lists, sandboxes, unsupported, templates, accounts, secrets, volumes):
+    # ``templates`` has /templates/{name} with slashes in the name, so its kin come before it.
+    for module in (
+        observe,
+        sandbox_lists,
+        sandboxes,
+        unsupported,
+        template_builds,
+        template_tags,
+        templates,
+        accounts,
+        secrets,
+        volumes,
+    ):
         api.include_router(module.router, dependencies=keyed)
     api.include_router(health.router)
     # The last added runs first: the key is checked, then the size, and the boundary is nearest to the routes.

@@ -6,7 +6,7 @@ from aenv.api import schemas
 from aenv.api.errors import MissingFeatureError, UnsupportedError
 from aenv.config import Settings
 from aenv.errors import InvalidRequestError
-from aenv.orchestrator.model import Egress, Sandbox, SandboxSpec, Template
+from aenv.orchestrator.model import Egress, Sandbox, SandboxSpec
 
 CLIENT_ID = "aenv"  # deprecated by E2B; old SDKs append it to the sandbox id
 MAX_REFRESH = 3600  # seconds, from E2B's specification
@@ -135,49 +135,3 @@ def detail(value: Sandbox, settings: Settings) -> schemas.SandboxDetail:
 
 def _state(value: Sandbox) -> schemas.State:
     return "paused" if value.state.public == "paused" else "running"
-
-
-def template(value: Template) -> schemas.Template:
-    return schemas.Template(
-        template_id=value.id,
-        build_id=value.build_id,
-        cpu_count=value.vcpus,
-        memory_mb=value.memory_mib,
-        disk_size_mb=value.disk_mib,
-        public=True,
-        aliases=list(value.aliases),
-        names=list(value.aliases),
-        created_at=value.created_at,
-        updated_at=value.updated_at,
-        created_by=None,
-        last_spawned_at=value.last_spawned_at,
-        spawn_count=value.spawn_count,
-        build_count=1,
-        envd_version=value.envd_version,
-        build_status="ready",
-    )
-
-
-def template_with_builds(value: Template) -> schemas.TemplateWithBuilds:
-    build = schemas.TemplateBuild(
-        build_id=value.build_id,
-        status="ready",
-        created_at=value.created_at,
-        updated_at=value.updated_at,
-        finished_at=value.updated_at,
-        cpu_count=value.vcpus,
-        memory_mb=value.memory_mib,
-        disk_size_mb=value.disk_mib,
-        envd_version=value.envd_version,
-    )
-    return schemas.TemplateWithBuilds(
-        template_id=value.id,
-        public=True,
-        aliases=list(value.aliases),
-        names=list(value.aliases),
-        created_at=value.created_at,
-        updated_at=value.updated_at,
-        last_spawned_at=value.last_spawned_at,
-        spawn_count=value.spawn_count,
-        builds=[build],
-    )

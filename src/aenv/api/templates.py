@@ -1,48 +1,89 @@
-"""Template listings and look-ups."""
+"""Template listings, look-ups, changes."""
 
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Response
 
-from aenv.api import convert, schemas
-from aenv.api.context import Ctx, errors
+from aenv.api import template_convert as convert
+from aenv.api import template_schemas as schemas
+from aenv.api.context import Context, Ctx, errors
 from aenv.api.listing import page
-from aenv.errors import TemplateNotFoundError
+from aenv.api.template_context import Service, ServiceOrNone, TemplateRef
+from aenv.errors import InvalidRequestError, TemplateNotFoundError
+from aenv.orchestrator import catalog
+from aenv.template.service import TemplateService
 
 router = APIRouter(tags=["templates"])
 
 
+async def _all(context: Context, service: TemplateService | None) -> list[schemas.Template]:
+    """Oldest first; templates without a finished build among them."""
+    found = [
+        convert.template(template, service.builds_of(template.id) if service else ())
+        for template in await context.orchestrator.templates()
+    ]
+    if service is not None:
+        found += [
+            convert.pending(build, len(service.builds_of(build.template_id)), service.envd_version)
+            for build in service.pending()
+        ]
+    return sorted(found, key=lambda template: (template.created_at, template.template_id))
+
+
 @router.get("/templates", deprecated=True, responses=errors())
-async def list_all(context: Ctx) -> list[schemas.Template]:
-    return [convert.template(found) for found in await context.orchestrator.templates()]
+async def list_all(context: Ctx, service: ServiceOrNone) -> list[schemas.Template]:
+    return await _all(context, service)
 
 
 @router.get("/v2/templates", responses=errors(400))
 async def list_page(
     context: Ctx,
+    service: ServiceOrNone,
     response: Response,
     limit: Annotated[int, Query(ge=1, le=100)] = 100,
     next_token: Annotated[str | None, Query(alias="nextToken")] = None,
 ) -> list[schemas.Template]:
     """Templates, newest first. The ``x-next-token`` header leads to the next page."""
-    found = sorted(await context.orchestrator.templates(), key=lambda t: (t.created_at, t.id), reverse=True)
-    chosen, token = page([(template.id, template) for template in found], limit, next_token or None)
+    found = (await _all(context, service))[::-1]
+    chosen, token = page([(item.template_id, item) for item in found], limit, next_token or None)
     if token is not None:
         response.headers["x-next-token"] = token
-    return [convert.template(template) for template in chosen]
+    return chosen
 
 
 @router.get("/templates/aliases/{alias:path}", responses=errors(404))
-async def by_alias(alias: str, context: Ctx) -> schemas.TemplateAlias:
-    for template in await context.orchestrator.templates():
-        if alias in template.aliases or alias == template.id:
-            return schemas.TemplateAlias(template_id=template.id, public=True)
-    raise TemplateNotFoundError(alias)
+async def by_alias(alias: str, context: Ctx, service: ServiceOrNone) -> schemas.TemplateAlias:
+    """Whether a name, or ``name:tag``, exists."""
+    if service is not None:
+        try:
+            template_id = service.template_id(alias)
+        except InvalidRequestError:
+            raise TemplateNotFoundError(alias[:200]) from None
+        return schemas.TemplateAlias(template_id=template_id, public=True)
+    template = catalog.resolve(await context.orchestrator.templates(), {}, alias)
+    return schemas.TemplateAlias(template_id=template.id, public=template.public)
 
 
-@router.get("/templates/{templateID}", responses=errors(404))
-async def get(templateID: str, context: Ctx) -> schemas.TemplateWithBuilds:  # noqa: N803
-    for template in await context.orchestrator.templates():
-        if templateID == template.id or templateID in template.aliases:
-            return convert.template_with_builds(template)
-    raise TemplateNotFoundError(templateID)
+@router.patch("/v2/templates/{templateID:path}", responses=errors(400, 404))
+@router.patch("/templates/{templateID:path}", deprecated=True, responses=errors(400, 404))
+async def update(template_id: TemplateRef, body: schemas.TemplateUpdate, service: Service) -> schemas.UpdatedTemplate:
+    """``public`` is kept and shown; every key of a node sees all of its templates."""
+    template = service.update(template_id, public=body.public)
+    return schemas.UpdatedTemplate(names=list(template.aliases))
+
+
+@router.delete("/templates/{templateID:path}", status_code=204, responses=errors(400, 404))
+async def delete(template_id: TemplateRef, service: Service) -> None:
+    """Cancels its builds. Sandboxes that were made from it live on."""
+    await service.delete(template_id)
+
+
+# The last of its method: the path of a namespaced name would take in every route below it.
+@router.get("/templates/{templateID:path}", response_model_exclude_none=True, responses=errors(404))
+async def get(template_id: TemplateRef, context: Ctx, service: ServiceOrNone) -> schemas.TemplateWithBuilds:
+    template = catalog.find(await context.orchestrator.templates(), template_id.partition(":")[0])
+    if template is not None:
+        return convert.with_builds(template, service.builds_of(template.id) if service else ())
+    if service is None:
+        raise TemplateNotFoundError(template_id)
+    return convert.with_builds(None, service.builds_of(service.template_id(template_id)))

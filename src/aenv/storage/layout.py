@@ -12,6 +12,8 @@
   snapshots/<id>/{state,delta}
   sandboxes/<id>/console.log
   vms/<vm>/console.log
+  builds/<build>.jsonl       logs of template builds
+  template-files/<sha256>    archives uploaded for template builds
 
 A file becomes part of the node by the database row that names it, written after the file is complete. So
 whatever no row names when the server starts is debris of a crash and is removed.

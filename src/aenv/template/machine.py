@@ -1,0 +1,307 @@
+"""The VM of one build: started from a snapshot or booted from a disk, captured between steps.
+
+Its disk is a layer without a record until a capture freezes it, so that what a dead server leaves is debris that the
+next start removes. A capture records snapshot and layer at once and pins them until the build ends: by then a cached
+layer or a template names them, or they are garbage.
+"""
+
+import asyncio
+import secrets
+import time
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from aenv.client.guest import GuestClient, GuestIdentity
+from aenv.config import Settings
+from aenv.network.pool import SlotPool
+from aenv.orchestrator.checkpoint import MAX_CHAIN, Checkpoints
+from aenv.orchestrator.pool import Lease, VmPool, attachment, new_vm_id
+from aenv.orchestrator.store import Store
+from aenv.snapshot.model import DiskLayer, MemoryBase, Snapshot
+from aenv.snapshot.reachability import chain
+from aenv.storage.layout import Layout, allocated_bytes, remove
+from aenv.storage.lsmt import compose
+from aenv.storage.qcow2 import create_overlay, read_header
+from aenv.vmm.liveness import while_alive
+from aenv.vmm.protocol import MachineShape, MemoryImage, Vm, Vmm
+
+MIB = 1 << 20
+
+
+class Pins:
+    """Snapshots that one build needs until it ends."""
+
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self._checkpoints = checkpoints
+        self._held: list[str] = []
+
+    def add(self, snapshot_id: str) -> None:
+        self._held.append(snapshot_id)
+        self._checkpoints.pinned[snapshot_id] += 1
+
+    def release(self) -> None:
+        for snapshot_id in self._held:
+            self._checkpoints.pinned[snapshot_id] -= 1
+            if not self._checkpoints.pinned[snapshot_id]:
+                del self._checkpoints.pinned[snapshot_id]
+        self._held.clear()
+        self._checkpoints.collect_garbage()
+
+
+@dataclass(frozen=True, slots=True)
+class Workshop:
+    """What build machines are made of. ``initramfs_sha256`` and ``envd_version`` are of guests booted now."""
+
+    settings: Settings
+    layout: Layout
+    store: Store
+    vmm: Vmm
+    pool: VmPool
+    slots: SlotPool
+    guests: GuestClient
+    checkpoints: Checkpoints
+    default_shape: MachineShape
+    initramfs_sha256: str
+    envd_version: str
+
+    def runs_here(self, snapshot: Snapshot, initramfs_sha256: str, shape: MachineShape) -> bool:
+        """Whether a machine of ``shape`` can go on from the snapshot, rather than boot from its disk."""
+        return (
+            snapshot.shape == shape
+            and not snapshot.fingerprint.mismatches(self.vmm.fingerprint)
+            and initramfs_sha256 == self.initramfs_sha256
+        )
+
+    async def restore(self, snapshot: Snapshot, pins: Pins) -> "BuildMachine":
+        """A machine that runs on from ``snapshot``. Raises CapacityError, VmmError, SandboxStartError."""
+        pins.add(snapshot.id)
+        lease = await self.pool.acquire(snapshot.shape)
+        snapshot = self.store.snapshots[snapshot.id]  # its memory may have been merged meanwhile
+        layer = _new_layer(snapshot.disk)
+        machine = BuildMachine(self, pins, lease, layer, snapshot.memory_base, snapshot.shape, snapshot.disk_mib)
+        try:
+            disk = self.layout.layer(layer)
+            create_overlay(disk, self.layout.layer(self.store.layers[snapshot.disk]), snapshot.disk_mib * MIB)
+            delta = self.layout.delta(snapshot.id) if snapshot.delta_bytes else None
+            memory = MemoryImage(self.layout.memory(snapshot.memory_base), delta)
+            await lease.vm.restore(memory, self.layout.state(snapshot.id), disk)
+            await machine.introduce(snapshot.guest_token, self.settings.start_timeout)
+        except BaseException:
+            await asyncio.shield(machine.close())
+            raise
+        return machine
+
+    async def boot(self, parent: DiskLayer, shape: MachineShape, disk_mib: int, pins: Pins) -> "BuildMachine":
+        """A machine booted from a disk, which is not written to. Raises CapacityError, VmmError, SandboxStartError.
+
+        ``parent`` is kept by a pin, or is a new layer without a record, which the machine then owns.
+        """
+        layer = _new_layer(parent.id)
+        disk = self.layout.layer(layer)
+        slot = await self.slots.acquire()
+        vm: Vm | None = None
+        try:
+            create_overlay(disk, self.layout.layer(parent), disk_mib * MIB)
+            parameters = {
+                "aenv.root": "/dev/vda",
+                "aenv.ip": f"{slot.guest_address}/30",
+                "aenv.gw": slot.gateway_address,
+                "aenv.dns": ",".join(self.settings.dns),
+                "aenv.hostname": "sandbox",
+            }
+            vm = await self.vmm.boot(new_vm_id(), shape, attachment(slot), disk, parameters)
+        except BaseException:
+            if vm is not None:
+                await asyncio.shield(vm.kill())
+            disk.unlink(missing_ok=True)
+            await asyncio.shield(self.slots.release(slot))
+            raise
+        machine = BuildMachine(self, pins, Lease(vm, slot), layer, None, shape, disk_mib)
+        if parent.id not in self.store.layers.rows:
+            machine.own(parent)
+        try:
+            await machine.introduce(None, self.settings.boot_timeout)
+        except BaseException:
+            await asyncio.shield(machine.close())
+            raise
+        return machine
+
+
+def _new_layer(parent: str) -> DiskLayer:
+    return DiskLayer(id=secrets.token_hex(10), parent=parent, format="qcow2")
+
+
+class BuildMachine:
+    """Made by ``Workshop`` only. ``close`` it whatever happens."""
+
+    def __init__(
+        self,
+        workshop: Workshop,
+        pins: Pins,
+        lease: Lease,
+        layer: DiskLayer,
+        memory_base: str | None,
+        shape: MachineShape,
+        disk_mib: int,
+    ) -> None:
+        self._workshop = workshop
+        self._pins = pins
+        self._lease = lease
+        self._layer = layer  # written to now; without a record
+        self._memory_base = memory_base  # None: it was booted
+        self._shape = shape
+        self._disk_mib = disk_mib
+        self._owned: list[DiskLayer] = []  # below it, without a record until the first capture
+        self._closed = False
+
+    def own(self, layer: DiskLayer) -> None:
+        self._owned.append(layer)
+
+    @property
+    def vm(self) -> Vm:
+        return self._lease.vm
+
+    @property
+    def host(self) -> str:
+        return self._lease.slot.host_address
+
+    async def introduce(self, token: str | None, timeout: float) -> None:
+        """Wait for the guest, then set its clock, entropy and name."""
+        guests, deadline = self._workshop.guests, time.monotonic() + timeout
+        await while_alive(self.vm, guests.wait_until_ready(self.host, deadline))
+        identity = GuestIdentity("template", "template", None)
+        await while_alive(self.vm, guests.introduce(self.host, identity, [token], deadline))
+
+    async def capture(self) -> Snapshot:
+        """Keep the machine as it is now, recorded and pinned, and let it run on.
+
+        Of a booted machine this writes all memory, each time: ``finish`` it and restore that instead.
+        """
+        snapshot = await self._capture()
+        layout = self._workshop.layout
+        fresh = _new_layer(self._layer.id)
+        try:
+            await self.vm.rebase_disk(layout.layer(fresh))
+        except BaseException:
+            remove(layout.snapshot(snapshot.id))
+            raise
+        frozen, self._layer = self._layer, fresh
+        await self._record(snapshot, frozen)
+        await self.vm.cont()
+        # The guest's clock stood still meanwhile.
+        await self.introduce(None, self._workshop.settings.start_timeout)
+        return self._workshop.store.snapshots[snapshot.id]
+
+    async def finish(self) -> Snapshot:
+        """Keep the machine as a snapshot with a memory base of its own and a shallow disk, and end it."""
+        snapshot = await self._capture()
+        frozen = self._layer
+        await self.close(keep_disk=True)
+        await self._record(snapshot, frozen, own_memory=True)
+        await self._flatten(snapshot.id)
+        return self._workshop.store.snapshots[snapshot.id]
+
+    async def close(self, *, keep_disk: bool = False) -> None:
+        """End the VM and forget its disk; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            await self._workshop.pool.discard(self._lease)
+        finally:
+            remove(self._workshop.layout.vms / self.vm.id)
+            if not keep_disk:
+                for layer in (self._layer, *self._owned):
+                    self._workshop.layout.layer(layer).unlink(missing_ok=True)
+
+    async def _capture(self) -> Snapshot:
+        layout = self._workshop.layout
+        snapshot_id = secrets.token_hex(10)
+        layout.snapshot(snapshot_id).mkdir(mode=0o700)
+        try:
+            await self.vm.stop()
+            stats = await self.vm.capture(layout.state(snapshot_id), layout.delta(snapshot_id))
+        except BaseException:
+            remove(layout.snapshot(snapshot_id))
+            raise
+        return Snapshot(
+            id=snapshot_id,
+            owner=None,
+            memory_base=self._memory_base or "",
+            delta_bytes=max(1, stats.memory_bytes),
+            disk=self._layer.id,
+            shape=self._shape,
+            disk_mib=self._disk_mib,
+            fingerprint=self._workshop.vmm.fingerprint,
+            guest_token=None,
+            created_at=datetime.now(UTC),
+        )
+
+    async def _record(self, snapshot: Snapshot, layer: DiskLayer, *, own_memory: bool = False) -> None:
+        layout, store = self._workshop.layout, self._workshop.store
+        memory: MemoryBase | None = None
+        try:
+            if self._memory_base is None or own_memory:
+                memory = await self._compose(layout.delta(snapshot.id))
+                snapshot = replace(snapshot, memory_base=memory.id, delta_bytes=0)
+                layout.delta(snapshot.id).unlink()
+            self._pins.add(snapshot.id)
+            with store.transaction():
+                for owned in self._owned:
+                    store.layers.put(owned)
+                store.layers.put(layer)
+                if memory is not None:
+                    store.memory.put(memory)
+                store.snapshots.put(snapshot)
+            self._owned.clear()
+        except BaseException:
+            remove(layout.snapshot(snapshot.id))
+            for file in (layer, *self._owned):
+                layout.layer(file).unlink(missing_ok=True)
+            if memory is not None:
+                layout.memory(memory.id).unlink(missing_ok=True)
+            raise
+
+    async def _compose(self, delta: Path) -> MemoryBase:
+        """A memory base of its own: the present one with ``delta`` over it."""
+        layout, target = self._workshop.layout, secrets.token_hex(10)
+        base = layout.memory(self._memory_base) if self._memory_base else None
+        path = layout.memory(target)
+        writing = asyncio.ensure_future(asyncio.to_thread(compose, base, delta, path))
+        try:
+            await asyncio.shield(writing)
+        except BaseException:
+            await asyncio.wait({writing})  # a thread cannot be cancelled, and would leave the file behind
+            path.unlink(missing_ok=True)
+            raise
+        return MemoryBase(target, allocated_bytes(path))
+
+    async def _flatten(self, snapshot_id: str) -> None:
+        """Merge the layers above the base image into one when there are many; each costs an open per start."""
+        layout, store = self._workshop.layout, self._workshop.store
+        snapshot = store.snapshots[snapshot_id]
+        layers = chain(store.layers.rows, snapshot.disk)
+        if len(layers) <= MAX_CHAIN:
+            return
+        base = layers[-1]
+        merged = _new_layer(base.id)
+        path = layout.layer(merged)
+        process = await asyncio.create_subprocess_exec(
+            "qemu-img", "convert", "-O", "qcow2", "-B", str(layout.layer(base)), "-F", base.format,
+            str(layout.layer(layers[0])), str(path),
+            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
+        )  # fmt: skip
+        try:
+            status = await process.wait()
+        except BaseException:
+            process.kill()
+            await asyncio.shield(process.wait())
+            path.unlink(missing_ok=True)
+            raise
+        if status != 0 or read_header(path).size != snapshot.disk_mib * MIB:
+            path.unlink(missing_ok=True)  # deep and slower, but right
+            return
+        with store.transaction():
+            store.layers.put(merged)
+            store.snapshots.put(replace(store.snapshots[snapshot_id], disk=merged.id))
