@@ -65,6 +65,7 @@ class RawVm:
         self._socket.settimeout(30)
         self._socket.connect(str(path))
         self._lines = self._socket.makefile("rb")
+        self._number = 0
         self._next()
         self.ask("qmp_capabilities")
 
@@ -75,15 +76,17 @@ class RawVm:
         return message
 
     def ask(self, command: str, arguments: dict[str, Any] | None = None) -> dict[str, Any]:
-        self.tell(command, arguments)
-        while True:
-            message = self._next()
-            assert "error" not in message, message
-            if "return" in message:
-                return message
+        number = self.tell(command, arguments)
+        while (message := self._next()).get("id") != number:
+            pass
+        assert "error" not in message, message
+        return message
 
-    def tell(self, command: str, arguments: dict[str, Any] | None = None) -> None:
-        self._socket.sendall(json.dumps({"execute": command, "arguments": arguments or {}}).encode() + b"\n")
+    def tell(self, command: str, arguments: dict[str, Any] | None = None) -> int:
+        self._number += 1
+        request = {"execute": command, "arguments": arguments or {}, "id": self._number}
+        self._socket.sendall(json.dumps(request).encode() + b"\n")
+        return self._number
 
     def restore(self, snapshot: RawSnapshot) -> None:
         """The sequence of docs/internals/vmm.md, until the virtual CPU has been told to run."""
@@ -96,8 +99,8 @@ class RawVm:
         self.ask("qom-set", {"path": "/machine", "property": "memory-backend", "value": qemu_command.MEMORY_ID})
         self.ask("x-exit-preconfig")
         self.tell("migrate-incoming", {"uri": f"file:{snapshot.state}"})
-        while self._next().get("data", {}).get("status") != "completed":
-            pass
+        while (status := self._next().get("data", {}).get("status")) != "completed":
+            assert status != "failed", f"{snapshot.state} does not load"
         self.tell("cont")
         self.memory = snapshot.memory
 

@@ -181,7 +181,7 @@ class Bench:
         sandbox.pause()
         snapshot = self.snapshot_of(sandbox.sandbox_id)
 
-        def raw_restore(answered: bool) -> float:
+        def raw_restore(snapshot: RawSnapshot, answered: bool) -> float:
             slot = self.slots[0]
             vm = self.spawn(slot)
             try:
@@ -206,7 +206,7 @@ class Bench:
             Row(
                 "create from template (guest answers)",
                 self.median(create),
-                self.median(lambda: raw_restore(True)),
+                self.median(lambda: raw_restore(snapshot, True)),
                 note="by hand: restore of a waiting process, then GET /health",
             )
         )
@@ -221,8 +221,9 @@ class Bench:
             started = time.perf_counter()
             self.post(f"{path}/pause")
             pauses.append(milliseconds(started))
+        snapshot = self.snapshot_of(sandbox.sandbox_id)  # each pause replaces the files of the one before
         note = "API call to answer, VM running; by hand: restore of a waiting process"
-        self.report.add(Row("resume", statistics.median(resumes), self.median(lambda: raw_restore(False)), note=note))
+        self.report.add(Row("resume", statistics.median(resumes), self.median(lambda: raw_restore(snapshot, False)), note=note))
 
         def raw_pause() -> float:
             slot = self.slots[0]
@@ -288,6 +289,7 @@ class Bench:
         parked = outcomes[0]["sandbox"]
         parked_id = parked["sandboxID"]
         self.post(f"/sandboxes/{parked_id}/pause")
+        self.warm()  # its VM holds the disk's lock until it is gone
         snapshot = self.snapshot_of(parked_id)
         token = parked.get("envdAccessToken")
         slot = self.slots[-1]

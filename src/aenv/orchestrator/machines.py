@@ -153,7 +153,7 @@ class Machines:
         return machine
 
     async def introduce(self, sandbox: Sandbox, lease: Lease, tokens: Sequence[str | None], timeout: float) -> None:
-        """Wait for the guest, then set its clock, entropy, identity and token."""
+        """As soon as the guest answers, set its clock, entropy, identity and token."""
         deadline = time.monotonic() + timeout
         identity = GuestIdentity(
             sandbox_id=sandbox.id,
@@ -164,7 +164,6 @@ class Machines:
             default_workdir=sandbox.default_workdir,
         )
         host = lease.slot.host_address
-        await self._guests.wait_until_ready(host, deadline)
         await self._guests.introduce(host, identity, tokens, deadline)
 
     async def _watch(self, machine: Machine) -> None:
