@@ -62,6 +62,10 @@ class NodeProcess:
         }
         self._process: subprocess.Popen[bytes] | None = None
 
+    def configure(self, **settings: str) -> None:
+        """Change settings; they hold from the next start."""
+        self._environment |= {f"AENV_{name.upper()}": value for name, value in settings.items()}
+
     @property
     def api_key(self) -> str:
         return (self.home / "api-key").read_text().strip()
