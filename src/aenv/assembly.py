@@ -145,7 +145,7 @@ async def running_node(settings: Settings, progress: Progress, *, pause_all: boo
         store.sandboxes.on_change = recorder.on_change
         for sandbox in await recover(store, layout, slots, machines, capacity, vms):
             node.expiry.watch(sandbox)
-        checkpoints.collect_garbage()
+        checkpoints.files.collect_garbage()
         await ensure_base(settings, layout, store, vmm, slots, guests, shape, artifacts, progress)
         templates = template_service(
             settings, layout, store, vmm, pool, slots, guests, checkpoints, capacity, shape, artifacts

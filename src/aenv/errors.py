@@ -41,6 +41,13 @@ class TemplateNotFoundError(NotFoundError):
         )
 
 
+class SnapshotNotFoundError(NotFoundError):
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"Snapshot {name!r} not found.", "List snapshots with GET /snapshots; use an id, a name, or name:tag."
+        )
+
+
 class ConflictError(AenvError):
     """The object is in a state that does not allow the operation."""
 
@@ -55,6 +62,10 @@ class SandboxStartError(AenvError):
 
 class SandboxUnreachableError(AenvError):
     """The sandbox exists and nothing answers at the requested port."""
+
+
+class GuestUnresponsiveError(AenvError):
+    """The sandbox runs and its guest agent does not answer; nothing was changed."""
 
 
 class VmmError(AenvError):

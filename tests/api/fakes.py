@@ -24,22 +24,28 @@ from aenv.config import Settings
 from aenv.errors import (
     CapacityError,
     ConflictError,
-    InvalidRequestError,
+    GuestUnresponsiveError,
     SandboxNotFoundError,
+    SnapshotNotFoundError,
     TemplateNotFoundError,
 )
 from aenv.observability.host import Host
 from aenv.observability.logs import LogStore
 from aenv.observability.recorder import Recorder
 from aenv.observability.sampler import Sampler
+from aenv.orchestrator import catalog
 from aenv.orchestrator.interface import Orchestrator
+from aenv.orchestrator.listing import cut, page
 from aenv.orchestrator.model import (
+    Egress,
     ForkOutcome,
     Sandbox,
     SandboxFilter,
     SandboxPage,
     SandboxSpec,
     SandboxState,
+    SavedSnapshot,
+    SavedSnapshotPage,
     Template,
     Upstream,
 )
@@ -73,6 +79,9 @@ class FakeOrchestrator:
         self.known = [template(number) for number in range(3)]
         self.capacity = 1000
         self.broken: Exception | None = None
+        self.unresponsive = False
+        self.reboots: list[str] = []
+        self.saved: dict[str, SavedSnapshot] = {}
 
     async def create(self, spec: SandboxSpec) -> Sandbox:
         self.specs.append(spec)
@@ -97,6 +106,7 @@ class FakeOrchestrator:
             envd_access_token=secrets.token_hex(8) if spec.secure else None,
             traffic_access_token=None if spec.allow_public_traffic else secrets.token_hex(8),
             egress=spec.egress,
+            auto_pause_memory=spec.auto_pause_memory,
             vcpus=2,
             memory_mib=512,
             disk_mib=4096,
@@ -116,16 +126,22 @@ class FakeOrchestrator:
         await self.get(sandbox_id)
         del self.sandboxes[sandbox_id]
 
-    async def pause(self, sandbox_id: str) -> Sandbox:
-        return await self._change(sandbox_id, SandboxState.RUNNING, state=SandboxState.PAUSED)
+    async def pause(self, sandbox_id: str, *, memory: bool = True, strict: bool = False) -> Sandbox:
+        if strict and self.unresponsive:
+            raise GuestUnresponsiveError("The guest agent does not answer.")
+        return await self._change(sandbox_id, SandboxState.RUNNING, state=SandboxState.PAUSED, memory_kept=memory)
 
-    async def resume(self, sandbox_id: str, timeout: int, auto_pause: bool | None) -> Sandbox:
+    async def resume(
+        self, sandbox_id: str, timeout: int, auto_pause: bool | None, *, reboot: bool = False
+    ) -> Sandbox:
+        if reboot:
+            self.reboots.append(sandbox_id)
         await self._change(sandbox_id, SandboxState.PAUSED, state=SandboxState.RUNNING)
         return await self.set_timeout(sandbox_id, timeout)
 
-    async def connect(self, sandbox_id: str, timeout: int) -> tuple[Sandbox, bool]:
+    async def connect(self, sandbox_id: str, timeout: int, *, reboot: bool = False) -> tuple[Sandbox, bool]:
         if (await self.get(sandbox_id)).state is SandboxState.PAUSED:
-            return await self.resume(sandbox_id, timeout, None), True
+            return await self.resume(sandbox_id, timeout, None, reboot=reboot), True
         return await self.refresh(sandbox_id, timeout), False
 
     async def set_timeout(self, sandbox_id: str, timeout: int) -> Sandbox:
@@ -148,6 +164,48 @@ class FakeOrchestrator:
             outcomes.append(ForkOutcome(sandbox=child))
         return outcomes
 
+    async def update_network(self, sandbox_id: str, egress: Egress) -> Sandbox:
+        return await self._change(sandbox_id, SandboxState.RUNNING, egress=egress)
+
+    async def create_snapshot(self, sandbox_id: str, name: str | None, memory: bool | None) -> SavedSnapshot:
+        sandbox = await self.get(sandbox_id)
+        reference = catalog.parse(name) if name else catalog.Reference("", None)
+        now = datetime.now(UTC)
+        made = SavedSnapshot(
+            id=secrets.token_hex(10),
+            name=reference.name or None,
+            tag=reference.tag or catalog.DEFAULT_TAG,
+            snapshot_id="disk" if memory is False else "full",
+            sandbox_id=sandbox.id,
+            vcpus=sandbox.vcpus,
+            memory_mib=sandbox.memory_mib,
+            disk_mib=sandbox.disk_mib,
+            envd_version=sandbox.envd_version,
+            created_at=now,
+            updated_at=now,
+        )
+        self.saved[made.id] = made
+        return made
+
+    async def snapshots(
+        self, sandbox_id: str | None, name: str | None, limit: int, token: str | None
+    ) -> SavedSnapshotPage:
+        found = [
+            saved
+            for saved in reversed(self.saved.values())
+            if sandbox_id in (None, saved.sandbox_id) and name in (None, saved.name, saved.id)
+        ]
+        return SavedSnapshotPage(*cut(found, lambda saved: (saved.created_at, saved.id), limit, token))
+
+    async def snapshot(self, name: str) -> SavedSnapshot:
+        for saved in self.saved.values():
+            if name in (saved.id, saved.name):
+                return saved
+        raise SnapshotNotFoundError(name)
+
+    async def delete_snapshot(self, name: str) -> None:
+        del self.saved[(await self.snapshot(name)).id]
+
     async def templates(self) -> Sequence[Template]:
         return self.known
 
@@ -158,14 +216,7 @@ class FakeOrchestrator:
         return Upstream(sandbox, "127.0.0.1", 1)
 
     async def list(self, where: SandboxFilter, limit: int, token: str | None) -> SandboxPage:
-        found = [s for s in reversed(self.sandboxes.values()) if _matches(s, where)]
-        start = 0
-        if token is not None:
-            start = next((i + 1 for i, s in enumerate(found) if s.id == token), -1)
-            if start < 0:
-                raise InvalidRequestError("nextToken: not one of ours.")
-        items = tuple(found[start : start + limit])
-        return SandboxPage(items, items[-1].id if start + limit < len(found) else None)
+        return page(self.sandboxes.values(), where, limit, token)
 
     async def _change(self, sandbox_id: str, wanted: SandboxState, **changes: object) -> Sandbox:
         sandbox = await self.get(sandbox_id)
@@ -174,14 +225,6 @@ class FakeOrchestrator:
         changed = replace(sandbox, **changes)  # type: ignore[arg-type]
         self.sandboxes[sandbox_id] = changed
         return changed
-
-
-def _matches(sandbox: Sandbox, where: SandboxFilter) -> bool:
-    return (
-        (not where.states or sandbox.state.public in where.states)
-        and where.metadata.items() <= sandbox.metadata.items()
-        and where.template in (None, sandbox.template_id, sandbox.template_alias)
-    )
 
 
 def application(fake: FakeOrchestrator, **settings: object) -> Application:

@@ -126,7 +126,7 @@ def test_refusals(server: Server) -> None:
     with pytest.raises(SandboxException, match="timeout"):
         create(server, timeout=10**6)
     with pytest.raises(SandboxException, match="not supported"):
-        create(server).create_snapshot()
+        create(server).update_network({"egress_proxy": {"address": "proxy.test:1080"}})
     with pytest.raises(AuthenticationException):
         Sandbox.create("base", **{**server.options, "api_key": "wrong"})
     server.fake.capacity = 0

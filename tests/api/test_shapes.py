@@ -99,7 +99,7 @@ async def test_auto_pause_false_is_honoured() -> None:
         ({"templateID": "base", "metadata": {"a": 1}}, "metadata.a"),
         ({"templateID": "base", "envVars": {"A=B": "1"}}, "envVars"),
         ({"templateID": "base", "autoPause": False, "autoResume": {"enabled": True}}, "autoResume"),
-        ({"templateID": "base", "autoPauseMemory": False}, "autoPauseMemory"),
+        ({"templateID": "base", "autoPauseMemory": False, "autoResume": {"enabled": True}}, "autoPauseMemory"),
         ({"templateID": "base", "volumeMounts": [{"name": "v", "path": "/v"}]}, "volumeMounts"),
         ({"templateID": "base", "mcp": {"x": {}}}, "mcp"),
         ({"templateID": "base", "iam": {"tokens": {}}}, "iam"),
@@ -149,14 +149,23 @@ async def test_detail_and_life() -> None:
         assert (await client.post(path + "/connect", json={})).status_code == 400
         assert (await client.post(path + "/pause")).status_code == 204
         assert (await client.post(path + "/pause", json={})).status_code == 409
-        assert (await client.post(path + "/pause", json={"memory": False})).status_code == 400
+        assert (await client.post(path + "/pause", json={"memory": False})).status_code == 409
         assert (await client.post(path + "/timeout", json={"timeout": 5})).status_code == 409
-        assert (await client.get(path)).json()["state"] == "paused"
+        body = (await client.get(path)).json()
+        assert (body["state"], body["pauseMode"]) == ("paused", "full")
         assert (await client.post(path + "/resume", json={"timeout": 5})).status_code == 201
         assert (await client.post(path + "/resume", json={"timeout": 5})).status_code == 409
-        await client.post(path + "/pause")
-        assert (await client.post("/v2" + path + "/connect", json={"memory": False})).status_code == 400
+        assert "pauseMode" not in (await client.get(path)).json()
+        assert (await client.post(path + "/pause", json={"memory": False})).status_code == 204
+        assert (await client.get(path)).json()["pauseMode"] == "filesystem"
         assert (await client.post("/v2" + path + "/connect", json={})).status_code == 201
+        assert fake.reboots == []
+        await client.post(path + "/pause")
+        assert (await client.post("/v2" + path + "/connect", json={"memory": False})).status_code == 201
+        assert fake.reboots == [made["sandboxID"]]
+        fake.unresponsive = True
+        refused = await client.post(path + "/pause", json={"requireHealthyGuest": True})
+        assert (refused.status_code, refused.headers["should-retry"]) == (503, "true")
         assert (await client.delete(path)).status_code == 204
         assert (await client.delete(path)).status_code == 404
 
@@ -210,6 +219,8 @@ async def test_listings() -> None:
         now = datetime.now(UTC)
         assert await listed("/v2/sandboxes", startedAfter=(now - timedelta(hours=1)).isoformat()) == ids[::-1]
         assert await listed("/v2/sandboxes", startedAfter=now.isoformat()) == []
+        assert await listed("/v2/sandboxes", order="asc") == ids
+        assert await listed("/v2/sandboxes", order="asc", limit=2) == ids[:2]
 
         first = await client.get("/v2/sandboxes", params={"limit": 3})
         token = first.headers["x-next-token"]
@@ -219,10 +230,66 @@ async def test_listings() -> None:
 
         for query in (
             {"limit": 0}, {"limit": 101}, {"limit": "x"}, {"state": "dead"}, {"metadata": "no-equals"},
-            {"nextToken": "foreign"}, {"order": "asc"}, {"order": "up"}, {"startedAfter": "2026-01-01T00:00:00"},
+            {"nextToken": "foreign"}, {"order": "up"}, {"startedAfter": "2026-01-01T00:00:00"},
         ):  # fmt: skip
             refused = await client.get("/v2/sandboxes", params=query)
             assert refused.status_code == 400, query
+
+
+async def test_network_updates_replace_the_policy() -> None:
+    fake = FakeOrchestrator()
+    async with api(fake) as client:
+        made = await create(client, network={"denyOut": ["1.1.1.1"]})
+        path = f"/sandboxes/{made['sandboxID']}"
+        update = {"allowOut": ["8.8.8.8"], "denyOut": ["0.0.0.0/0"], "allow_internet_access": True}
+        assert (await client.put(path + "/network", json=update)).status_code == 204
+        body = (await client.get(path)).json()
+        assert body["network"] == {"allowPublicTraffic": True, "allowOut": ["8.8.8.8"], "denyOut": ["0.0.0.0/0"]}
+        assert body["allowInternetAccess"] is True
+        assert (await client.put(path + "/network", json={})).status_code == 204
+        body = (await client.get(path)).json()
+        assert body["network"] == {"allowPublicTraffic": True}
+        assert "allowInternetAccess" not in body
+        for wrong, named in (
+            ({"rules": {"x": [{}]}}, "rules"),
+            ({"egressProxy": {"address": "x:1"}}, "egressProxy"),
+            ({"dnsServers": ["1.1.1.1"]}, "dnsServers"),
+            ({"denyOut": ["example.com"]}, "denyOut"),
+            ({"allow_internet_access": "no"}, "allow_internet_access"),
+        ):
+            refused = await client.put(path + "/network", json=wrong)
+            assert refused.status_code == 400
+            assert named in refused.json()["message"]
+        await client.post(path + "/pause")
+        assert (await client.put(path + "/network", json={})).status_code == 409
+        assert (await client.put("/sandboxes/nosuch/network", json={})).status_code == 404
+
+
+async def test_snapshots() -> None:
+    fake = FakeOrchestrator()
+    async with api(fake) as client:
+        sandbox = (await create(client))["sandboxID"]
+        first = await client.post(f"/sandboxes/{sandbox}/snapshots", json={})
+        assert first.status_code == 201
+        assert set(first.json()) == {
+            "snapshotID", "names", "cpuCount", "memoryMB", "diskSizeMB", "createdAt", "updatedAt"
+        }  # fmt: skip
+        assert first.json()["names"] == []
+        made = (await client.post(f"/sandboxes/{sandbox}/snapshots", json={"name": "team/mine:v1"})).json()
+        assert made["names"] == ["team/mine:v1"]
+        assert (await client.get("/snapshots/team/mine")).json() == made
+        assert (await client.get("/snapshots/team%2Fmine")).json() == made
+        page = await client.get("/snapshots", params={"sandboxID": sandbox, "limit": 1})
+        rest = await client.get("/snapshots", params={"nextToken": page.headers["x-next-token"]})
+        assert page.json() + rest.json() == [made, first.json()]
+        for wrong in ({"name": ""}, {"name": "no spaces"}, {"name": 5}, {"memory": "yes"}):
+            assert (await client.post(f"/sandboxes/{sandbox}/snapshots", json=wrong)).status_code == 400
+        assert (await client.get("/snapshots", params={"limit": 0})).status_code == 400
+        assert (await client.get("/snapshots", params={"nextToken": "foreign"})).status_code == 400
+        assert (await client.post("/sandboxes/nosuch/snapshots", json={})).status_code == 404
+        assert (await client.delete(f"/snapshots/{made['snapshotID']}")).status_code == 204
+        assert (await client.delete(f"/snapshots/{made['snapshotID']}")).status_code == 404
+        assert (await client.get("/snapshots/team/mine")).status_code == 404
 
 
 async def test_templates() -> None:
@@ -301,7 +368,6 @@ async def test_unknown_paths_and_methods_and_sizes() -> None:
     async with api(FakeOrchestrator()) as client:
         assert (await client.get("/nosuch")).json() == {"code": 404, "message": "Not Found: GET /nosuch"}
         assert (await client.put("/sandboxes")).json()["code"] == 405
-        assert (await client.put("/sandboxes/x/network", json={})).json()["error_code"] == "not_supported"
         large = await client.post("/sandboxes", content=b"x" * (5 * 2**20))
         assert large.status_code == large.json()["code"] == 413
 

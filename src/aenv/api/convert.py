@@ -1,12 +1,14 @@
 """Between E2B's bodies and the orchestrator's values. Pure."""
 
 from ipaddress import ip_network
+from typing import Any
 
 from aenv.api import schemas
 from aenv.api.errors import MissingFeatureError, UnsupportedError
 from aenv.config import Settings
 from aenv.errors import InvalidRequestError
-from aenv.orchestrator.model import Egress, Sandbox, SandboxSpec
+from aenv.orchestrator import catalog
+from aenv.orchestrator.model import Egress, Sandbox, SandboxSpec, SandboxState, SavedSnapshot
 
 CLIENT_ID = "aenv"  # deprecated by E2B; old SDKs append it to the sandbox id
 MAX_REFRESH = 3600  # seconds, from E2B's specification
@@ -33,27 +35,26 @@ def spec(body: schemas.NewSandbox, settings: Settings, *, default_timeout: int, 
         raise MissingFeatureError(
             "volumeMounts: volumes cannot be mounted by this server.", "Write files into the sandbox instead."
         )
-    if body.auto_pause_memory is False:
-        raise UnsupportedError(
-            "autoPauseMemory: false (a filesystem-only pause) is not supported by this server.",
-            "Leave it out: pausing keeps memory.",
-        )
     # AgentENV's rule, where E2B's default is to delete: a sandbox that ends is paused unless told otherwise. The SDK
     # sends autoPause only when its caller chose.
     auto_pause = body.auto_pause is not False
     auto_resume = body.auto_resume is not None and body.auto_resume.enabled
     if auto_resume and not auto_pause:
         raise InvalidRequestError("autoResume: needs autoPause, for a deleted sandbox cannot be resumed.")
+    if auto_resume and body.auto_pause_memory is False:
+        raise InvalidRequestError(
+            "autoResume: cannot be combined with autoPauseMemory: false, for traffic resumes memory only.",
+            "Resume such a sandbox with connect.",
+        )
     network = body.network or schemas.NetworkRequest.model_validate({})
-    for name, value in (network.model_extra or {}).items():
-        if value not in (None, [], {}):
-            raise UnsupportedError(f"network.{name} is not supported by this server.", "Leave it out.")
+    _refuse_others(network.model_extra, "network.")
     default = min(default_timeout, settings.max_timeout)
     _check_env(body.env_vars)
     return SandboxSpec(
         template=body.template_id,
         timeout=seconds(default if body.timeout is None else body.timeout, settings),
         auto_pause=auto_pause,
+        auto_pause_memory=body.auto_pause_memory is not False,
         auto_resume=auto_resume,
         metadata=body.metadata,
         env_vars=body.env_vars,
@@ -65,6 +66,22 @@ def spec(body: schemas.NewSandbox, settings: Settings, *, default_timeout: int, 
         ),
         allow_public_traffic=network.allow_public_traffic,
     )
+
+
+def egress(body: schemas.NetworkUpdate) -> Egress:
+    """A new policy. Raises InvalidRequestError, UnsupportedError."""
+    _refuse_others(body.model_extra, "")
+    return Egress(
+        allow_internet=body.allow_internet_access,
+        allow_out=_destinations(body.allow_out, "allowOut"),
+        deny_out=_destinations(body.deny_out, "denyOut"),
+    )
+
+
+def _refuse_others(extra: dict[str, Any] | None, prefix: str) -> None:
+    for name, value in (extra or {}).items():
+        if value not in (None, [], {}):
+            raise UnsupportedError(f"{prefix}{name} is not supported by this server.", "Leave it out.")
 
 
 def _check_env(variables: dict[str, str]) -> None:
@@ -130,8 +147,27 @@ def detail(value: Sandbox, settings: Settings) -> schemas.SandboxDetail:
         lifecycle=schemas.Lifecycle(
             auto_resume=value.auto_resume, on_timeout="pause" if value.auto_pause else "kill"
         ),
+        pause_mode=_pause_mode(value),
     )
 
 
 def _state(value: Sandbox) -> schemas.State:
     return "paused" if value.state.public == "paused" else "running"
+
+
+def _pause_mode(value: Sandbox) -> schemas.PauseMode | None:
+    if value.state not in (SandboxState.PAUSED, SandboxState.RESUMING):
+        return None
+    return "full" if value.memory_kept else "filesystem"
+
+
+def snapshot(value: SavedSnapshot) -> schemas.Snapshot:
+    return schemas.Snapshot(
+        snapshot_id=value.id,
+        names=[] if value.name is None else [catalog.written(value.name, value.tag)],
+        cpu_count=value.vcpus,
+        memory_mb=value.memory_mib,
+        disk_size_mb=value.disk_mib,
+        created_at=value.created_at,
+        updated_at=value.updated_at,
+    )

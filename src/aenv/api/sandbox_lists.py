@@ -7,7 +7,6 @@ from fastapi import APIRouter, Query, Response
 
 from aenv.api import convert, schemas
 from aenv.api.context import Ctx, errors
-from aenv.api.errors import UnsupportedError
 from aenv.api.listing import parse_metadata, parse_states
 from aenv.errors import InvalidRequestError
 from aenv.orchestrator.model import SandboxFilter
@@ -43,21 +42,24 @@ async def list_page(
     metadata: Metadata = None,
     state: Annotated[list[str] | None, Query(description="running, paused; comma-separated or repeated")] = None,
     template: Annotated[str | None, Query(description="Template id or alias")] = None,
-    started_after: Annotated[datetime | None, Query(alias="startedAfter")] = None,
-    order: Annotated[Literal["asc", "desc"], Query()] = "desc",
+    started_after: Annotated[
+        datetime | None, Query(alias="startedAfter", description="Started at or after this moment")
+    ] = None,
+    order: Annotated[Literal["asc", "desc"], Query(description="By start time")] = "desc",
     limit: Annotated[int, Query(ge=1, le=_PAGE)] = _PAGE,
     next_token: Annotated[str | None, Query(alias="nextToken")] = None,
 ) -> list[schemas.ListedSandbox]:
     """Sandboxes, newest first, running and paused by default. The ``x-next-token`` header leads to the next page."""
-    if order == "asc":
-        raise UnsupportedError("order: asc is not supported by this server.", "Listings are newest first.")
     if started_after is not None and started_after.tzinfo is None:
         raise InvalidRequestError("startedAfter: needs a time zone, such as 2026-01-31T12:00:00Z.")
-    where = SandboxFilter(states=parse_states(state or ()), metadata=parse_metadata(metadata), template=template)
+    where = SandboxFilter(
+        states=parse_states(state or ()),
+        metadata=parse_metadata(metadata),
+        template=template,
+        started_after=started_after,
+        newest_first=order == "desc",
+    )
     page = await context.orchestrator.list(where, limit, next_token or None)
     if page.next_token is not None:
         response.headers["x-next-token"] = page.next_token
-    items = page.items
-    if started_after is not None:
-        items = tuple(item for item in items if item.started_at > started_after)
-    return [convert.listed(item) for item in items]
+    return [convert.listed(item) for item in page.items]

@@ -4,7 +4,7 @@ from fastapi import APIRouter, Response
 
 from aenv.api import convert, schemas
 from aenv.api.context import Context, Ctx, SandboxId, errors
-from aenv.api.errors import UnsupportedError, describe
+from aenv.api.errors import describe
 from aenv.errors import InvalidRequestError
 from aenv.orchestrator.model import ForkOutcome
 
@@ -16,7 +16,7 @@ _V2_TIMEOUT = 300
 
 @router.post("/sandboxes", status_code=201, response_model_exclude_none=True, responses=errors(400, 404, 503))
 async def create(body: schemas.NewSandbox, context: Ctx, response: Response) -> schemas.Sandbox:
-    """Create a sandbox from a template. It pauses when its time is over, unless ``autoPause`` is false."""
+    """Create a sandbox from a template or a snapshot. Its time over, it pauses, unless ``autoPause`` is false."""
     return await _create(body, context, response, default_timeout=_V1_TIMEOUT, always_secure=False)
 
 
@@ -45,13 +45,12 @@ async def kill(sandbox_id: SandboxId, context: Ctx) -> None:
     await context.orchestrator.kill(sandbox_id)
 
 
-@router.post("/sandboxes/{sandboxID}/pause", status_code=204, responses=errors(400, 404, 409))
+@router.post("/sandboxes/{sandboxID}/pause", status_code=204, responses=errors(400, 404, 409, 503))
 async def pause(sandbox_id: SandboxId, context: Ctx, body: schemas.PauseRequest | None = None) -> None:
-    if body is not None and body.memory is False:
-        raise UnsupportedError("A filesystem-only pause (memory: false) is not supported by this server.")
-    if body is not None and body.require_healthy_guest:
-        raise UnsupportedError("requireHealthyGuest is not supported by this server.")
-    await context.orchestrator.pause(sandbox_id)
+    """Stop the sandbox and keep its disk and memory; with ``memory: false`` its disk, from which it boots again."""
+    memory = body is None or body.memory is not False
+    strict = body is not None and bool(body.require_healthy_guest)
+    await context.orchestrator.pause(sandbox_id, memory=memory, strict=strict)
 
 
 @router.post(
@@ -63,9 +62,9 @@ async def pause(sandbox_id: SandboxId, context: Ctx, body: schemas.PauseRequest 
 )
 async def resume(sandbox_id: SandboxId, context: Ctx, body: schemas.ResumeRequest | None = None) -> schemas.Sandbox:
     body = body or schemas.ResumeRequest()
-    _with_memory(body.memory)
     timeout = convert.seconds(body.timeout, context.settings)
-    resumed = await context.orchestrator.resume(sandbox_id, timeout, body.auto_pause)
+    reboot = body.memory is False
+    resumed = await context.orchestrator.resume(sandbox_id, timeout, body.auto_pause, reboot=reboot)
     return convert.sandbox(resumed, context.settings)
 
 
@@ -80,7 +79,10 @@ async def resume(sandbox_id: SandboxId, context: Ctx, body: schemas.ResumeReques
 async def connect(
     sandbox_id: SandboxId, body: schemas.ConnectRequest, context: Ctx, response: Response
 ) -> schemas.Sandbox:
-    """Resume the sandbox if it is paused. Its end of life is only ever moved back."""
+    """Resume the sandbox if it is paused. Its end of life is only ever moved back.
+
+    With ``memory: false`` it boots from its disk, whatever memory its pause kept.
+    """
     return await _connect(sandbox_id, body.timeout, body.memory, context, response)
 
 
@@ -103,16 +105,10 @@ async def connect_v2(
 async def _connect(
     sandbox_id: str, timeout: int, memory: bool | None, context: Context, response: Response
 ) -> schemas.Sandbox:
-    _with_memory(memory)
     timeout = convert.seconds(timeout, context.settings)
-    connected, resumed = await context.orchestrator.connect(sandbox_id, timeout)
+    connected, resumed = await context.orchestrator.connect(sandbox_id, timeout, reboot=memory is False)
     response.status_code = 201 if resumed else 200
     return convert.sandbox(connected, context.settings)
-
-
-def _with_memory(memory: bool | None) -> None:
-    if memory is False:
-        raise UnsupportedError("Resuming without memory (memory: false) is not supported by this server.")
 
 
 @router.post("/sandboxes/{sandboxID}/timeout", status_code=204, responses=errors(400, 404, 409))
@@ -129,6 +125,12 @@ async def refresh(sandbox_id: SandboxId, context: Ctx, body: schemas.RefreshRequ
     await context.orchestrator.refresh(
         sandbox_id, convert.seconds(duration, context.settings, field="duration", limit=limit)
     )
+
+
+@router.put("/sandboxes/{sandboxID}/network", status_code=204, responses=errors(400, 404, 409))
+async def update_network(sandbox_id: SandboxId, body: schemas.NetworkUpdate, context: Ctx) -> None:
+    """Replace the egress policy of a running sandbox, open connections included."""
+    await context.orchestrator.update_network(sandbox_id, convert.egress(body))
 
 
 @router.post(

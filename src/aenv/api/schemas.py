@@ -23,6 +23,7 @@ class _Model(BaseModel):
 
 
 State = Literal["running", "paused"]
+PauseMode = Literal["full", "filesystem"]
 Text = Annotated[str, StringConstraints(strict=True)]
 Name = Annotated[str, StringConstraints(strict=True, min_length=1, max_length=256)]
 
@@ -41,13 +42,27 @@ class NetworkRequest(BaseModel):
     deny_out: list[Text] | None = Field(None, alias="denyOut")
 
 
+class NetworkUpdate(BaseModel):
+    """Body of PUT /sandboxes/{id}/network: the whole policy, what is left out is cleared."""
+
+    model_config = ConfigDict(extra="allow")
+
+    allow_out: list[Text] | None = Field(None, alias="allowOut")
+    deny_out: list[Text] | None = Field(None, alias="denyOut")
+    allow_internet_access: StrictBool | None = Field(
+        None, validation_alias=AliasChoices("allow_internet_access", "allowInternetAccess")
+    )
+
+
 class NewSandbox(_Model):
     """Body of POST /sandboxes and POST /v2/sandboxes; they differ in the default of ``timeout`` (15 s, 300 s)."""
 
     template_id: Name
     timeout: StrictInt | None = Field(None, description="Time to live, seconds")
     auto_pause: StrictBool | None = Field(None, description="Pause at the end of life (default), else delete")
-    auto_pause_memory: StrictBool | None = None
+    auto_pause_memory: StrictBool | None = Field(
+        None, description="False: the pause at the end of life keeps the disk only"
+    )
     auto_resume: AutoResume | None = None
     secure: StrictBool | None = Field(None, description="Ignored by v2, which always secures envd")
     allow_internet_access: StrictBool | None = Field(
@@ -81,8 +96,17 @@ class ResumeRequest(_Model):
 
 
 class PauseRequest(_Model):
-    memory: StrictBool | None = None
-    require_healthy_guest: StrictBool | None = None
+    memory: StrictBool | None = Field(None, description="False: keep the disk only; resuming boots")
+    require_healthy_guest: StrictBool | None = Field(None, description="Refuse with 503 when envd does not answer")
+
+
+class SnapshotRequest(_Model):
+    """Body of POST /sandboxes/{id}/snapshots."""
+
+    name: Annotated[str, StringConstraints(strict=True, min_length=1)] | None = Field(
+        None, description="name, namespace/name or name:tag"
+    )
+    memory: StrictBool | None = Field(None, description="False: save the disk only; sandboxes made from it boot")
 
 
 class TimeoutRequest(_Model):
@@ -143,6 +167,7 @@ class SandboxDetail(ListedSandbox):
     domain: str | None = None
     network: Network
     lifecycle: Lifecycle
+    pause_mode: PauseMode | None = None
 
 
 class ForkResult(BaseModel):
@@ -150,3 +175,13 @@ class ForkResult(BaseModel):
 
     sandbox: Sandbox | None = None
     error: Error | None = None
+
+
+class Snapshot(_Model):
+    snapshot_id: str
+    names: list[str]
+    cpu_count: int
+    memory_mb: int
+    disk_size_mb: int
+    created_at: datetime
+    updated_at: datetime

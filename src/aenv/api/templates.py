@@ -9,7 +9,7 @@ from aenv.api import template_schemas as schemas
 from aenv.api.context import Context, Ctx, errors
 from aenv.api.listing import page
 from aenv.api.template_context import Service, ServiceOrNone, TemplateRef
-from aenv.errors import InvalidRequestError, TemplateNotFoundError
+from aenv.errors import InvalidRequestError, SnapshotNotFoundError, TemplateNotFoundError
 from aenv.orchestrator import catalog
 from aenv.template.service import TemplateService
 
@@ -73,9 +73,14 @@ async def update(template_id: TemplateRef, body: schemas.TemplateUpdate, service
 
 
 @router.delete("/templates/{templateID:path}", status_code=204, responses=errors(400, 404))
-async def delete(template_id: TemplateRef, service: Service) -> None:
-    """Cancels its builds. Sandboxes that were made from it live on."""
-    await service.delete(template_id)
+async def delete(template_id: TemplateRef, context: Ctx, service: ServiceOrNone) -> None:
+    """Cancels its builds. Sandboxes that were made from it live on. E2B's SDKs delete snapshots here as well."""
+    try:
+        await context.orchestrator.delete_snapshot(template_id)
+    except SnapshotNotFoundError:
+        if service is None:
+            raise TemplateNotFoundError(template_id) from None
+        await service.delete(template_id)
 
 
 # The last of its method: the path of a namespaced name would take in every route below it.

@@ -23,10 +23,6 @@ def _refuse(path: str, methods: list[str], message: str, hint: str = "") -> None
 
 
 _refuse(
-    "/sandboxes/{sandboxID}/network", ["PUT"], "Changing a sandbox's network rules is not supported by this server."
-)
-_refuse("/sandboxes/{sandboxID}/snapshots", ["POST"], "Snapshots of sandboxes are not supported by this server.")
-_refuse(
     CONTENT_PREFIX + "{volumeID}/{rest:path}",
     _METHODS,
     "Volumes have no content on this server.",

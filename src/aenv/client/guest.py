@@ -11,12 +11,13 @@ from datetime import UTC, datetime
 
 import aiohttp
 
-from aenv.errors import SandboxStartError
+from aenv.errors import GuestUnresponsiveError, SandboxStartError
 
 ENVD_PORT = 49983  # E2B's guest daemon port
 ENTROPY_BYTES = 64  # two ChaCha20 keys; the kernel needs 32
 CLOCK_TOLERANCE = 0.1  # seconds: a slower /init is repeated, the guest's clock is behind by up to its duration
 CONNECT_TIMEOUT = 1.0  # seconds; a SYN that met no listener is worth sending again
+QUIESCE_TIMEOUT = 30.0  # seconds for writing out everything that a guest holds back
 RETRY_INTERVAL = 0.02  # seconds between attempts while the guest refuses connections
 
 
@@ -71,6 +72,32 @@ class GuestClient:
             f"The guest did not come up in time ({last}).",
             "Its serial console log in the node's home tells what it did last.",
         )
+
+    async def freeze(self, host: str, token: str | None) -> None:
+        """Write the guest's root file system out, and hold back writes until ``thaw``. Idempotent.
+
+        Raises GuestUnresponsiveError when envd does not do it in time.
+        """
+        await self._control(host, "fsfreeze", [token])
+
+    async def thaw(self, host: str, tokens: Sequence[str | None]) -> None:
+        """Undo ``freeze``; harmless without one. Envd may hold any of ``tokens``. Raises GuestUnresponsiveError."""
+        await self._control(host, "fsthaw", tokens)
+
+    async def _control(self, host: str, action: str, tokens: Sequence[str | None]) -> None:
+        url, said = f"http://{host}:{ENVD_PORT}/{action}", ""
+        timeout = aiohttp.ClientTimeout(total=QUIESCE_TIMEOUT)
+        for token in dict.fromkeys(tokens):
+            headers = {"X-Access-Token": token} if token else {}
+            try:
+                async with self._open().post(url, headers=headers, timeout=timeout) as answer:
+                    if answer.status < 300:
+                        return
+                    said = f"{answer.status}: {(await answer.text())[:200]}"
+            except (TimeoutError, aiohttp.ClientError, OSError) as error:
+                said = str(error) or type(error).__name__
+                break
+        raise GuestUnresponsiveError(f"The guest agent did not answer /{action} ({said}).")
 
     async def introduce(
         self, host: str, identity: GuestIdentity, tokens: Sequence[str | None], deadline: float

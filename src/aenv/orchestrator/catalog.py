@@ -1,4 +1,4 @@
-"""How a template is named: ``name``, ``name:tag`` or its id, with or without a tag. Pure.
+"""How a template or a saved snapshot is named: ``name``, ``name:tag`` or its id, with or without a tag. Pure.
 
 A name without a tag means the tag ``default``, as in E2B. Names are case-insensitive and kept in lower case.
 """
@@ -19,7 +19,7 @@ MAX_NAME = MAX_TAG = 128  # characters; E2B's limit for names
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A template's name or id, and the tag of one of its builds, None when the text had none."""
+    """A name or id, and the tag of one of its builds, None when the text had none."""
 
     name: str
     tag: str | None
@@ -35,6 +35,11 @@ def parse(text: str) -> Reference:
             "Use up to 128 letters, digits, '-', '_' and '.', and optionally a tag: name:tag.",
         )
     return Reference(name, check_tag(tag) if colon else None)
+
+
+def written(name: str, tag: str) -> str:
+    """As a user would write it: the default tag goes without saying."""
+    return name if tag == DEFAULT_TAG else f"{name}:{tag}"
 
 
 def check_tag(tag: str) -> str:

@@ -4,11 +4,14 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from aenv.orchestrator.model import (
+    Egress,
     ForkOutcome,
     Sandbox,
     SandboxFilter,
     SandboxPage,
     SandboxSpec,
+    SavedSnapshot,
+    SavedSnapshotPage,
     Template,
     Upstream,
 )
@@ -18,22 +21,32 @@ class Orchestrator(Protocol):
     """All methods raise subclasses of ``aenv.errors.AenvError``; ids that do not exist raise ``NotFoundError``."""
 
     async def create(self, spec: SandboxSpec) -> Sandbox:
-        """Start a sandbox from a template. Raises TemplateNotFoundError, CapacityError, SandboxStartError."""
+        """Start a sandbox from a template or a saved snapshot.
+
+        Raises TemplateNotFoundError, CapacityError, SandboxStartError.
+        """
 
     async def get(self, sandbox_id: str) -> Sandbox: ...
 
     async def list(self, where: SandboxFilter, limit: int, token: str | None) -> SandboxPage:
-        """Newest first, stable under concurrent change. ``InvalidRequestError`` for a token not ours."""
+        """In the filter's order, stable under concurrent change. ``InvalidRequestError`` for a token not ours."""
 
     async def kill(self, sandbox_id: str) -> None: ...
 
-    async def pause(self, sandbox_id: str) -> Sandbox:
-        """Raises ConflictError when it is not running."""
+    async def pause(self, sandbox_id: str, *, memory: bool = True, strict: bool = False) -> Sandbox:
+        """Raises ConflictError when it is not running.
 
-    async def resume(self, sandbox_id: str, timeout: int, auto_pause: bool | None) -> Sandbox:
-        """Raises ConflictError when it is already running."""
+        Without ``memory`` only the disk is kept, and the sandbox boots when it is resumed. Raises
+        GuestUnresponsiveError, changing nothing, when the guest does not answer and ``strict`` is set or its disk
+        has to be settled.
+        """
 
-    async def connect(self, sandbox_id: str, timeout: int) -> tuple[Sandbox, bool]:
+    async def resume(
+        self, sandbox_id: str, timeout: int, auto_pause: bool | None, *, reboot: bool = False
+    ) -> Sandbox:
+        """Raises ConflictError when it is already running. ``reboot``: from its disk alone."""
+
+    async def connect(self, sandbox_id: str, timeout: int, *, reboot: bool = False) -> tuple[Sandbox, bool]:
         """Resume if paused, extend the timeout if running; the flag says whether it was resumed.
 
         A running sandbox's end of life is never shortened by this call.
@@ -47,6 +60,27 @@ class Orchestrator(Protocol):
 
     async def fork(self, sandbox_id: str, count: int, timeout: int | None) -> Sequence[ForkOutcome]:
         """Fork a running or paused sandbox into ``count`` running children."""
+
+    async def update_network(self, sandbox_id: str, egress: Egress) -> Sandbox:
+        """Replace where it may send traffic, at once. Raises ConflictError unless it runs, InvalidRequestError."""
+
+    async def create_snapshot(self, sandbox_id: str, name: str | None, memory: bool | None) -> SavedSnapshot:
+        """Save the sandbox as it is now; it runs on, or stays paused. ``memory`` None: as much as there is.
+
+        Raises InvalidRequestError or ConflictError for a name that cannot be had, ConflictError when the sandbox is
+        paused and does not have what is asked for, GuestUnresponsiveError.
+        """
+
+    async def snapshots(
+        self, sandbox_id: str | None, name: str | None, limit: int, token: str | None
+    ) -> SavedSnapshotPage:
+        """Newest first. ``InvalidRequestError`` for a token not ours."""
+
+    async def snapshot(self, name: str) -> SavedSnapshot:
+        """By id or name, with or without a tag. Raises SnapshotNotFoundError."""
+
+    async def delete_snapshot(self, name: str) -> None:
+        """Sandboxes made from it stay. Raises SnapshotNotFoundError."""
 
     async def templates(self) -> Sequence[Template]: ...
 

@@ -39,6 +39,40 @@ def require(sandbox: Sandbox, wanted: SandboxState, action: str) -> None:
     )
 
 
+def require_wakeable(sandbox: Sandbox) -> None:
+    """Raise ConflictError unless traffic may resume the paused sandbox.
+
+    One without memory would boot: that is no answer to a request, and is not done because a stranger sent one.
+    """
+    if not sandbox.memory_kept:
+        raise ConflictError(
+            f"Sandbox {sandbox.id!r} is paused without memory, so traffic does not resume it.",
+            "Connect to it; it boots from its disk then.",
+        )
+    if not sandbox.auto_resume:
+        raise ConflictError(
+            f"Sandbox {sandbox.id!r} is paused.",
+            "Connect to it to resume it, or create it with autoResume enabled.",
+        )
+
+
+def require_kept(sandbox: Sandbox, memory: bool | None) -> None:
+    """Raise ConflictError unless a paused sandbox kept what a snapshot of it is to hold; None takes what there is.
+
+    A disk without its memory is not offered where there is memory: what the guest had not written yet is there.
+    """
+    if memory is True and not sandbox.memory_kept:
+        raise ConflictError(
+            f"Sandbox {sandbox.id!r} is paused without memory, so no snapshot of it can have any.",
+            "Leave the memory out, or connect to the sandbox first.",
+        )
+    if memory is False and sandbox.memory_kept:
+        raise ConflictError(
+            f"Sandbox {sandbox.id!r} is paused with its memory, part of which is not on its disk yet.",
+            "Take a full snapshot, or connect to the sandbox first.",
+        )
+
+
 def check_timeout(timeout: int, longest: int) -> None:
     """Raise InvalidRequestError unless 0 <= timeout <= longest (seconds)."""
     if not 0 <= timeout <= longest:

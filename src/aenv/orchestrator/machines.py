@@ -1,4 +1,4 @@
-"""Running VMs of sandboxes: start one from a snapshot, introduce the guest, notice its death, take it down.
+"""Running VMs of sandboxes: restore or boot one from a snapshot, introduce the guest, notice its death, take it down.
 
 Nothing here decides what a sandbox may do (``lifecycle``) or records transitions other than which VM, slot and
 disk a sandbox holds, which must be on record before the VM exists so that a crash leaks nothing.
@@ -7,21 +7,24 @@ disk a sandbox holds, which must be on record before the VM exists so that a cra
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import structlog
 
 from aenv.client.guest import GuestClient, GuestIdentity
 from aenv.config import Settings
-from aenv.errors import IncompatibleSnapshotError, SandboxStartError
+from aenv.errors import GuestUnresponsiveError, IncompatibleSnapshotError, SandboxStartError
 from aenv.network.policy import EgressPolicy
 from aenv.network.pool import SlotPool
+from aenv.network.slot import NetworkSlot
+from aenv.orchestrator.boot import boot_parameters
 from aenv.orchestrator.model import Egress, Sandbox
-from aenv.orchestrator.pool import Lease, VmPool
+from aenv.orchestrator.pool import Lease, VmPool, new_vm_id
 from aenv.orchestrator.store import Store
 from aenv.snapshot.model import DiskLayer, Snapshot
-from aenv.storage.layout import Layout
+from aenv.storage.layout import Layout, remove
 from aenv.storage.qcow2 import create_overlay
 from aenv.vmm.liveness import while_alive
 from aenv.vmm.protocol import Fingerprint, MemoryImage, Vm
@@ -30,6 +33,7 @@ log = structlog.get_logger()
 
 MIB = 1 << 20
 DEFAULT_EGRESS = Egress()
+HEALTH_TIMEOUT = 5.0  # seconds after which a guest agent that says nothing counts as unresponsive
 
 
 @dataclass(slots=True)
@@ -93,12 +97,19 @@ class Machines:
     def count(self) -> int:
         return len(self._running)
 
-    async def launch(self, sandbox: Sandbox, snapshot: Snapshot, layer: DiskLayer) -> Machine:
+    async def launch(
+        self, sandbox: Sandbox, snapshot: Snapshot, layer: DiskLayer, *, reboot: bool = False
+    ) -> Machine:
         """Run ``sandbox`` from ``snapshot`` on the new, empty disk ``layer``.
 
-        The store must already hold both records. On any failure VM, slot and disk file are gone again and
-        the records are left to the caller. Raises IncompatibleSnapshotError, CapacityError, SandboxStartError.
+        It boots from the snapshot's disk when there is no memory, or with ``reboot`` nevertheless. The store must
+        already hold both records. On any failure VM, slot and disk file are gone again and the records are left to
+        the caller. Raises IncompatibleSnapshotError, CapacityError, SandboxStartError.
         """
+        if reboot or not snapshot.has_memory:
+            await self.settled(sandbox.id)
+            lease = await self._boot(sandbox, snapshot, layer)
+            return self._run(sandbox, lease, [None], self._settings.boot_timeout)
         if problems := snapshot.fingerprint.mismatches(self._fingerprint):
             raise IncompatibleSnapshotError(
                 f"Snapshot {snapshot.id} cannot be restored on this node: {'; '.join(problems)}.",
@@ -122,13 +133,9 @@ class Machines:
         try:
             # Read anew: its memory may have been merged into another base while the process was acquired.
             snapshot = self._store.snapshots[snapshot_id]
-            self._hold(sandbox.id, lease, snapshot.memory_base)
-            assert layer.parent is not None
-            parent = self._store.layers[layer.parent]
-            disk = self._layout.layer(layer)
-            create_overlay(disk, self._layout.layer(parent), snapshot.disk_mib * MIB)
-            if sandbox.egress != DEFAULT_EGRESS:
-                await self._slots.apply_policy(lease.slot, egress_policy(sandbox.egress))
+            assert snapshot.memory_base is not None
+            self._hold(sandbox.id, lease.vm.id, lease.slot, snapshot.memory_base)
+            disk = await self._furnish(sandbox, snapshot, layer, lease.slot)
             delta = self._layout.delta(snapshot.id) if snapshot.delta_bytes else None
             memory = MemoryImage(self._layout.memory(snapshot.memory_base), delta)
             await lease.vm.restore(memory, self._layout.state(snapshot.id), disk)
@@ -137,13 +144,50 @@ class Machines:
             self._layout.layer(layer).unlink(missing_ok=True)
             raise
 
-    def adopt(self, sandbox: Sandbox, lease: Lease, tokens: Sequence[str | None]) -> Machine:
-        """Take over a VM that outlived the server. Envd may hold any of ``tokens``."""
-        return self._run(sandbox, lease, tokens, self._settings.start_timeout)
+    async def _boot(self, sandbox: Sandbox, snapshot: Snapshot, layer: DiskLayer) -> Lease:
+        vm_id = new_vm_id()
 
-    def _run(self, sandbox: Sandbox, lease: Lease, tokens: Sequence[str | None], timeout: float) -> Machine:
+        async def prepare(slot: NetworkSlot) -> Mapping[str, str]:
+            self._hold(sandbox.id, vm_id, slot, None)
+            await self._furnish(sandbox, snapshot, layer, slot)
+            return boot_parameters(slot, self._settings.dns, sandbox.id)
+
+        disk = self._layout.layer(layer)
+        try:
+            return await self._pool.boot(vm_id, snapshot.shape, disk, prepare)
+        except BaseException:
+            disk.unlink(missing_ok=True)
+            remove(self._layout.vms / vm_id)
+            raise
+
+    async def _furnish(self, sandbox: Sandbox, snapshot: Snapshot, layer: DiskLayer, slot: NetworkSlot) -> Path:
+        """The sandbox's new disk, and its policy in the slot: both before anything of the guest runs."""
+        assert layer.parent is not None
+        disk = self._layout.layer(layer)
+        create_overlay(disk, self._layout.layer(self._store.layers[layer.parent]), snapshot.disk_mib * MIB)
+        if sandbox.egress != DEFAULT_EGRESS:
+            await self._slots.apply_policy(slot, egress_policy(sandbox.egress))
+        return disk
+
+    async def apply_egress(self, machine: Machine, egress: Egress) -> None:
+        """Make ``egress`` hold, for open connections as well. Raises NetworkError."""
+        await self._slots.apply_policy(machine.lease.slot, egress_policy(egress))
+
+    def adopt(self, sandbox: Sandbox, lease: Lease, tokens: Sequence[str | None]) -> Machine:
+        """Take over a VM that outlived the server, perhaps with its disk frozen. Envd may hold any of ``tokens``."""
+        return self._run(sandbox, lease, tokens, self._settings.start_timeout, thaw=True)
+
+    def _run(
+        self,
+        sandbox: Sandbox,
+        lease: Lease,
+        tokens: Sequence[str | None],
+        timeout: float,
+        *,
+        thaw: bool = False,
+    ) -> Machine:
         self._generation += 1
-        introduction = while_alive(lease.vm, self.introduce(sandbox, lease, tokens, timeout))
+        introduction = while_alive(lease.vm, self.introduce(sandbox, lease, tokens, timeout, thaw=thaw))
         ready = asyncio.create_task(introduction, name=f"introduce-{sandbox.id}")
         # A failure is reported to whoever waits; nobody may be waiting, and that is not an error of its own.
         ready.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -152,7 +196,15 @@ class Machines:
         self._running[sandbox.id] = machine
         return machine
 
-    async def introduce(self, sandbox: Sandbox, lease: Lease, tokens: Sequence[str | None], timeout: float) -> None:
+    async def introduce(
+        self,
+        sandbox: Sandbox,
+        lease: Lease,
+        tokens: Sequence[str | None],
+        timeout: float,
+        *,
+        thaw: bool = False,
+    ) -> None:
         """As soon as the guest answers, set its clock, entropy, identity and token."""
         deadline = time.monotonic() + timeout
         identity = GuestIdentity(
@@ -164,7 +216,26 @@ class Machines:
             default_workdir=sandbox.default_workdir,
         )
         host = lease.slot.host_address
+        if thaw:
+            await self._guests.wait_until_ready(host, deadline)
+            await self._guests.thaw(host, tokens)
         await self._guests.introduce(host, identity, tokens, deadline)
+
+    async def check_health(self, machine: Machine) -> None:
+        """Raises GuestUnresponsiveError when the guest's agent does not answer soon."""
+        try:
+            await self._guests.wait_until_ready(machine.host, time.monotonic() + HEALTH_TIMEOUT)
+        except SandboxStartError as error:
+            raise GuestUnresponsiveError(
+                f"The guest agent of sandbox {machine.sandbox_id!r} does not answer.", "The sandbox was not changed."
+            ) from error
+
+    async def freeze(self, sandbox: Sandbox, machine: Machine) -> None:
+        """All of the guest's files on its disk, and none written until ``thaw``. Raises GuestUnresponsiveError."""
+        await self._guests.freeze(machine.host, sandbox.envd_access_token)
+
+    async def thaw(self, sandbox: Sandbox, machine: Machine) -> None:
+        await self._guests.thaw(machine.host, [sandbox.envd_access_token])
 
     async def _watch(self, machine: Machine) -> None:
         """Report the VM's death, or a guest that never became ready."""
@@ -179,12 +250,10 @@ class Machines:
             died.cancel()
         self._on_death(machine, f"its VMM process ended (status {status})")
 
-    def _hold(self, sandbox_id: str, lease: Lease, memory_base: str) -> None:
+    def _hold(self, sandbox_id: str, vm_id: str, slot: NetworkSlot, memory_base: str | None) -> None:
         sandbox = self._store.sandboxes[sandbox_id]
         with self._store.transaction():
-            self._store.sandboxes.put(
-                replace(sandbox, vm_id=lease.vm.id, slot=lease.slot.index, memory_base=memory_base)
-            )
+            self._store.sandboxes.put(replace(sandbox, vm_id=vm_id, slot=slot.index, memory_base=memory_base))
 
     def retire(self, sandbox_id: str) -> asyncio.Task[None] | None:
         """Take the VM down in the background and keep its console log; the task, or None without a VM."""

@@ -42,6 +42,7 @@ class SandboxSpec:
     template: str
     timeout: int
     auto_pause: bool = True
+    auto_pause_memory: bool = True  # False: at its end only its disk is kept
     auto_resume: bool = False
     metadata: Mapping[str, str] = field(default_factory=dict)
     env_vars: Mapping[str, str] = field(default_factory=dict)
@@ -75,11 +76,13 @@ class Sandbox:
     parent_id: str | None = None  # the sandbox this one was forked from
     snapshot_id: str | None = None  # what it was started or last resumed from, or is paused in
     disk: str | None = None  # id of its writable disk layer
-    memory_base: str | None = None  # the memory file its VM maps; what it captures is relative to that
+    memory_base: str | None = None  # the memory file its VM maps; what it captures is relative to that. None: booted
     vm_id: str | None = None  # set while a VM process belongs to it
     slot: int | None = None  # network slot index while a VM process belongs to it
     default_user: str = "user"  # of its commands and files, from its template
     default_workdir: str | None = None  # None: the user's home
+    auto_pause_memory: bool = True  # whether the pause at its end keeps memory
+    memory_kept: bool = True  # whether its last pause did; if not, it boots when it is resumed
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,8 @@ class SandboxFilter:
     states: frozenset[str] = frozenset()  # of "running", "paused"
     metadata: Mapping[str, str] = field(default_factory=dict)
     template: str | None = None
+    started_after: datetime | None = None  # that moment included
+    newest_first: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +145,37 @@ class Template:
     public: bool = True
     # The fields above are those of the build tagged ``default``, or of the latest. Empty: the only build there is.
     tags: Mapping[str, TagTarget] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedSnapshot:
+    """A snapshot that a user keeps: usable wherever a template is, whatever becomes of its sandbox. Sizes are MiB.
+
+    ``name`` and ``tag`` together are unique; saving under them again gives this record another content.
+    """
+
+    id: str
+    name: str | None
+    tag: str
+    snapshot_id: str
+    sandbox_id: str  # the sandbox it is of
+    vcpus: int
+    memory_mib: int
+    disk_mib: int
+    envd_version: str
+    created_at: datetime
+    updated_at: datetime
+    env_vars: Mapping[str, str] = field(default_factory=dict)  # of every process of its sandboxes
+    default_user: str = "user"
+    default_workdir: str | None = None  # None: the user's home
+
+
+@dataclass(frozen=True, slots=True)
+class SavedSnapshotPage:
+    """One page of a listing; ``next_token`` is opaque and None on the last page."""
+
+    items: tuple[SavedSnapshot, ...]
+    next_token: str | None
 
 
 @dataclass(frozen=True, slots=True)

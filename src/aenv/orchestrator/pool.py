@@ -3,7 +3,9 @@
 import asyncio
 import secrets
 from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import structlog
 
@@ -71,6 +73,26 @@ class VmPool:
                     return lease
                 await self.discard(lease)
         return await self._spawn(shape)
+
+    async def boot(
+        self,
+        vm_id: str,
+        shape: MachineShape,
+        disk: Path,
+        prepare: Callable[[NetworkSlot], Awaitable[Mapping[str, str]]],
+    ) -> Lease:
+        """A VM that boots the node's kernel on ``disk``, in a slot of its own.
+
+        ``prepare`` is called with the slot before there is a process, to record who holds it and to make the disk;
+        it returns the boot parameters. Raises VmmError, CapacityError or what ``prepare`` raises.
+        """
+        slot = await self._slots.acquire()
+        try:
+            parameters = await prepare(slot)
+            return Lease(await self._vmm.boot(vm_id, shape, attachment(slot), disk, parameters), slot)
+        except BaseException:
+            await asyncio.shield(self._slots.release(slot))
+            raise
 
     async def discard(self, lease: Lease) -> None:
         """End the process, then free its slot: in that order, a tap in use cannot be removed."""

@@ -10,11 +10,13 @@ from dataclasses import replace
 
 import structlog
 
+from aenv.network.errors import NetworkError
 from aenv.network.pool import SlotPool
-from aenv.orchestrator import lifecycle
+from aenv.network.slot import NetworkSlot
+from aenv.orchestrator import lifecycle, records
 from aenv.orchestrator.capacity import Capacity
 from aenv.orchestrator.lifecycle import Recovery
-from aenv.orchestrator.machines import Machines
+from aenv.orchestrator.machines import Machines, egress_policy
 from aenv.orchestrator.model import Sandbox, SandboxState
 from aenv.orchestrator.pool import Lease
 from aenv.orchestrator.store import Store
@@ -51,33 +53,25 @@ async def recover(
     """Bring every record to a stable state; the sandboxes that run again. ``slots`` must be started."""
     running: list[Sandbox] = []
     for sandbox in list(store.sandboxes.rows.values()):
-        vm = vms.get(sandbox.id)
+        vm, slot = await _surviving(sandbox, vms, slots)
         snapshot = store.snapshots.get(sandbox.snapshot_id or "")
         owned = snapshot is not None and snapshot.owner == sandbox.id
         decision = lifecycle.recover(sandbox, vm_alive=vm is not None, has_own_snapshot=owned)
         if decision is not Recovery.KEEP:
             log.info("recovering", sandbox=sandbox.id, was=str(sandbox.state), decision=decision.name.lower())
         if decision is Recovery.ADOPT:
-            assert vm is not None and sandbox.slot is not None
+            assert vm is not None and slot is not None
             adopted = await _adopt(store, sandbox, vm)
-            lease = Lease(vm, slots.adopt(sandbox.slot))
-            # The last server may have died before it could tell a restored guest its new token.
-            tokens = [adopted.envd_access_token, snapshot.guest_token if snapshot else None]
-            machines.adopt(adopted, lease, tokens)
+            # The last server may have died before it could tell the guest its token: one that was restored has that
+            # of its snapshot, one that booted has none.
+            tokens = [adopted.envd_access_token, snapshot.guest_token if snapshot else None, None]
+            machines.adopt(adopted, Lease(vm, slot), tokens)
             capacity.take(1, force=True)
             running.append(adopted)
         elif decision is Recovery.ROLL_BACK:
             assert snapshot is not None
-            back = replace(
-                sandbox,
-                state=SandboxState.PAUSED,
-                disk=snapshot.disk,
-                vm_id=None,
-                slot=None,
-                memory_base=None,
-            )
             with store.transaction():
-                store.sandboxes.put(back)
+                store.sandboxes.put(records.rolled_back(sandbox, snapshot))
         elif decision is Recovery.DELETE:
             with store.transaction():
                 store.sandboxes.delete(sandbox.id)
@@ -91,6 +85,26 @@ async def recover(
     for path in removed:
         log.info("removed debris", path=str(path))
     return running
+
+
+async def _surviving(
+    sandbox: Sandbox, vms: dict[str, Vm], slots: SlotPool
+) -> tuple[Vm, NetworkSlot] | tuple[None, None]:
+    """The VM that outlived the server and its slot, with the recorded policy in force; a VM without one is ended.
+
+    The last server may have died between recording a policy and applying it.
+    """
+    vm = vms.get(sandbox.id)
+    if vm is None or sandbox.slot is None:
+        return None, None
+    try:
+        slot = slots.adopt(sandbox.slot)
+        await slots.apply_policy(slot, egress_policy(sandbox.egress))
+        return vm, slot
+    except NetworkError as error:
+        log.error("ending a VM that lost its network", sandbox=sandbox.id, vm=vm.id, error=str(error))
+        await vms.pop(sandbox.id).kill()
+        return None, None
 
 
 async def _adopt(store: Store, sandbox: Sandbox, vm: Vm) -> Sandbox:

@@ -16,12 +16,12 @@ from pydantic import TypeAdapter, ValidationError
 
 from aenv.errors import CorruptFileError
 from aenv.orchestrator.builds import Build, CachedLayer
-from aenv.orchestrator.model import Sandbox, Template
+from aenv.orchestrator.model import Sandbox, SavedSnapshot, Template
 from aenv.snapshot.model import DiskLayer, MemoryBase, Snapshot
 
 SCHEMA_VERSION = 1
 
-Record = TypeVar("Record", Sandbox, Template, Snapshot, DiskLayer, MemoryBase, Build, CachedLayer)
+Record = TypeVar("Record", Sandbox, Template, SavedSnapshot, Snapshot, DiskLayer, MemoryBase, Build, CachedLayer)
 
 
 class Table(Generic[Record]):
@@ -107,6 +107,7 @@ class Store:
         self._database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         self.sandboxes = Table(self._database, "sandboxes", Sandbox)
         self.templates = Table(self._database, "templates", Template)
+        self.saved = Table(self._database, "saved_snapshots", SavedSnapshot)
         self.snapshots = Table(self._database, "snapshots", Snapshot)
         self.layers = Table(self._database, "layers", DiskLayer)
         self.memory = Table(self._database, "memory", MemoryBase)
@@ -115,6 +116,7 @@ class Store:
         self._tables = (
             self.sandboxes,
             self.templates,
+            self.saved,
             self.snapshots,
             self.layers,
             self.memory,

@@ -1,7 +1,8 @@
 """What a snapshot is made of: plain values. No I/O.
 
-A snapshot names a device state, a memory (an immutable base file and an optional delta) and a frozen disk layer.
-Bases and layers are shared between snapshots; what nothing names is garbage (``aenv.snapshot.reachability``).
+A snapshot names a device state, a memory (an immutable base file and an optional delta) and a frozen disk layer; or
+the disk layer alone, from which a VM boots. Bases and layers are shared between snapshots; what nothing names is
+garbage (``aenv.snapshot.reachability``).
 """
 
 from dataclasses import dataclass
@@ -32,11 +33,14 @@ class MemoryBase:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A point in the life of a VM from which any number of VMs can run on."""
+    """A point in the life of a VM from which any number of VMs can run on.
+
+    Without memory it is a disk from which they boot anew, whatever VMM and kernel captured it.
+    """
 
     id: str
     owner: str | None  # the sandbox that is paused in it; None for templates and fork points
-    memory_base: str
+    memory_base: str | None  # None: no memory was kept
     delta_bytes: int  # 0: the base alone is the memory
     disk: str  # frozen disk layer
     shape: MachineShape
@@ -44,3 +48,7 @@ class Snapshot:
     fingerprint: Fingerprint
     guest_token: str | None  # envd's access token at the moment of capture
     created_at: datetime
+
+    @property
+    def has_memory(self) -> bool:
+        return self.memory_base is not None

@@ -27,12 +27,13 @@ def find_garbage(
     named_layers: Iterable[str],
     named_memory: Iterable[str],
 ) -> Garbage:
-    """Everything not reachable from the snapshots, layers and memory bases that sandboxes and templates name.
+    """Everything not reachable from the snapshots, layers and memory bases that sandboxes, templates and saved
+    snapshots name.
 
-    A snapshot keeps its memory base and its disk layer; a layer keeps its parents.
+    A snapshot keeps its memory base, if it has one, and its disk layer; a layer keeps its parents.
     """
     live_snapshots = {name for name in named_snapshots if name in snapshots}
-    live_memory = {*named_memory, *(snapshots[name].memory_base for name in live_snapshots)}
+    live_memory = {*named_memory, *(base for name in live_snapshots if (base := snapshots[name].memory_base))}
     live_layers: set[str] = set()
     pending = [*named_layers, *(snapshots[name].disk for name in live_snapshots)]
     while pending:

@@ -15,7 +15,9 @@ from pathlib import Path
 from aenv.client.guest import GuestClient, GuestIdentity
 from aenv.config import Settings
 from aenv.network.pool import SlotPool
-from aenv.orchestrator.checkpoint import MAX_CHAIN, Checkpoints
+from aenv.orchestrator.boot import boot_parameters
+from aenv.orchestrator.checkpoint import Checkpoints
+from aenv.orchestrator.files import MAX_CHAIN
 from aenv.orchestrator.pool import Lease, VmPool, attachment, new_vm_id
 from aenv.orchestrator.store import Store
 from aenv.snapshot.model import DiskLayer, MemoryBase, Snapshot
@@ -68,7 +70,8 @@ class Workshop:
     def runs_here(self, snapshot: Snapshot, initramfs_sha256: str, shape: MachineShape) -> bool:
         """Whether a machine of ``shape`` can go on from the snapshot, rather than boot from its disk."""
         return (
-            snapshot.shape == shape
+            snapshot.has_memory
+            and snapshot.shape == shape
             and not snapshot.fingerprint.mismatches(self.vmm.fingerprint)
             and initramfs_sha256 == self.initramfs_sha256
         )
@@ -78,6 +81,7 @@ class Workshop:
         pins.add(snapshot.id)
         lease = await self.pool.acquire(snapshot.shape)
         snapshot = self.store.snapshots[snapshot.id]  # its memory may have been merged meanwhile
+        assert snapshot.memory_base is not None  # see ``runs_here``
         layer = _new_layer(snapshot.disk)
         machine = BuildMachine(self, pins, lease, layer, snapshot.memory_base, snapshot.shape, snapshot.disk_mib)
         try:
@@ -103,13 +107,7 @@ class Workshop:
         vm: Vm | None = None
         try:
             create_overlay(disk, self.layout.layer(parent), disk_mib * MIB)
-            parameters = {
-                "aenv.root": "/dev/vda",
-                "aenv.ip": f"{slot.guest_address}/30",
-                "aenv.gw": slot.gateway_address,
-                "aenv.dns": ",".join(self.settings.dns),
-                "aenv.hostname": "sandbox",
-            }
+            parameters = boot_parameters(slot, self.settings.dns, "sandbox")
             vm = await self.vmm.boot(new_vm_id(), shape, attachment(slot), disk, parameters)
         except BaseException:
             if vm is not None:
