@@ -2,14 +2,29 @@
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 from e2b import Sandbox
 
+from tests.node import javascript as javascript_packages
 from tests.node.process import NodeProcess, wait_for
 
 Create = Callable[..., Sandbox]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Into the JUnit report, from which scripts/compatibility.py makes its tables."""
+    for item in items:
+        for mark in item.iter_markers("compat"):
+            item.user_properties.append(("compat", "|".join(mark.args)))
+
+
+@pytest.fixture(scope="session")
+def javascript() -> Path:
+    """The folder with the JavaScript packages."""
+    return javascript_packages.install()
 
 
 @pytest.fixture(scope="session")

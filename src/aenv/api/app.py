@@ -93,15 +93,15 @@ def create_app(
     api.state.context = Context(orchestrator, settings, services)
     keyed = [Depends(auth.documented)]
     # The first that matches serves: ``observe`` has /sandboxes/metrics, which is no sandbox's id.
-    # ``templates`` has /templates/{name} with slashes in the name, so its kin come before it.
+    # ``templates`` has /templates/{name} with slashes in the name, so its kin come before it, most special first.
     for module in (
         observe,
         sandbox_lists,
         sandboxes,
         snapshots,
         unsupported,
-        template_builds,
         template_tags,
+        template_builds,
         templates,
         accounts,
         secrets,

@@ -4,13 +4,17 @@
 """
 
 from aenv.orchestrator.interface import Orchestrator
-from aenv.proxy import replies
+from aenv.orchestrator.model import SandboxFilter
+from aenv.proxy import replies, signed
 from aenv.proxy.access import refusal
 from aenv.proxy.forward import Receive, Scope, Send, forward
 from aenv.proxy.pool import Pools
 from aenv.proxy.replies import Reply
-from aenv.proxy.routing import Router, Target, Unroutable
+from aenv.proxy.routing import ENVD_PORT, Router, Target, Unroutable
 from aenv.proxy.websocket import tunnel
+
+_RUNNING = SandboxFilter(states=frozenset({"running"}))
+_PAGE = 1000
 
 
 class SandboxProxy:
@@ -24,6 +28,20 @@ class SandboxProxy:
     def match(self, scope: Scope) -> Target | Unroutable | None:
         """Where an ``http`` or ``websocket`` scope goes; None means that it is not for a sandbox."""
         return self._router.match(scope["headers"], scope.get("raw_path") or scope["path"].encode())
+
+    async def match_signed(self, scope: Scope) -> Target | None:
+        """The running sandbox whose token signed a file URL that names none; None for all other requests."""
+        request = signed.parse(scope["method"], scope.get("raw_path") or b"", scope["query_string"])
+        token = None
+        while request is not None:
+            page = await self._orchestrator.list(_RUNNING, _PAGE, token)
+            for sandbox in page.items:
+                if sandbox.envd_access_token and request.signed_with(sandbox.envd_access_token):
+                    return Target(sandbox.id, ENVD_PORT, scope["raw_path"])
+            token = page.next_token
+            if token is None:
+                break
+        return None
 
     async def __call__(self, target: Target | Unroutable, scope: Scope, receive: Receive, send: Send) -> None:
         reply = await self._carry(target, scope, receive, send)
