@@ -22,6 +22,7 @@ from aenv.api.app import create_app
 from aenv.api.server import uvicorn_config
 from aenv.config import Settings
 from aenv.orchestrator.interface import Orchestrator
+from tests.api.fakes import services
 from tests.proxy.support import ID, FakeNode
 
 SIZE = 100 * 2**20  # bytes of a large body
@@ -76,7 +77,7 @@ async def _serve_guest(port: int) -> None:
 
 async def _serve_proxy(port: int) -> None:
     settings = Settings.model_validate({"host": "127.0.0.1", "port": port})
-    app = create_app(settings, cast(Orchestrator, FakeNode()), lambda _: False)
+    app = create_app(settings, cast(Orchestrator, FakeNode()), lambda _: False, services(""))
     await uvicorn.Server(uvicorn_config(app, settings)).serve()
 
 

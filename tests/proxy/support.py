@@ -16,6 +16,7 @@ from aenv.config import Settings
 from aenv.errors import SandboxNotFoundError
 from aenv.orchestrator.interface import Orchestrator
 from aenv.orchestrator.model import Egress, Sandbox, SandboxState, Upstream
+from tests.api.fakes import services
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 ID = "abcdefghij0123456789"
@@ -82,7 +83,7 @@ class Node:
 async def node() -> AsyncIterator[Node]:
     fake = FakeNode()
     settings = Settings.model_validate({"domain": "sandbox.test"})
-    app = create_app(settings, cast(Orchestrator, fake), lambda key: key == "secret")
+    app = create_app(settings, cast(Orchestrator, fake), lambda key: key == "secret", services("secret"))
     async with serving(app, settings) as port:
         yield Node(fake, app, port)
 
