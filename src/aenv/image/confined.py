@@ -148,6 +148,8 @@ class Root:
         except FileExistsError:
             os.unlink(name, dir_fd=parent.fd)
             os.mkdir(name, 0o755, dir_fd=parent.fd)
+        # Whatever the umask is, and whatever a set-group-id parent hands down.
+        os.chown(name, 0, 0, dir_fd=parent.fd)
         os.chmod(name, 0o755, dir_fd=parent.fd)
         created(parent, name)
         made = self.find(path)
