@@ -20,6 +20,7 @@ from aenv.snapshot.model import DiskLayer, MemoryBase, Snapshot
 from aenv.snapshot.reachability import chain, find_garbage
 from aenv.storage.layout import Layout, allocated_bytes, remove
 from aenv.storage.lsmt import compose
+from aenv.storage.merge import merge_layers
 
 log = structlog.get_logger()
 
@@ -91,15 +92,10 @@ class SnapshotFiles:
         base = layers[-1]
         merged = DiskLayer(id=secrets.token_hex(10), parent=base.id, format="qcow2")
         path = self._layout.layer(merged)
-        process = await asyncio.create_subprocess_exec(
-            "qemu-img", "convert", "-O", "qcow2", "-B", str(self._layout.layer(base)), "-F", base.format,
-            str(self._layout.layer(layers[0])), str(path),
-            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
-        )  # fmt: skip
-        _, stderr = await process.communicate()
-        if process.returncode != 0:
-            path.unlink(missing_ok=True)
-            log.error("disk layers could not be merged", sandbox=sandbox_id, error=stderr.decode().strip())
+        try:
+            await merge_layers(self._layout.layer(layers[0]), self._layout.layer(base), base.format, path)
+        except (AenvError, OSError) as error:
+            log.error("disk layers could not be merged", sandbox=sandbox_id, error=str(error))
             return
         await asyncio.to_thread(sync_all, [path])  # what it replaces may have been made durable
         sandbox = self._store.sandboxes.get(sandbox_id)

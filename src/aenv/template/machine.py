@@ -24,7 +24,8 @@ from aenv.snapshot.model import DiskLayer, MemoryBase, Snapshot
 from aenv.snapshot.reachability import chain
 from aenv.storage.layout import Layout, allocated_bytes, remove
 from aenv.storage.lsmt import compose
-from aenv.storage.qcow2 import create_overlay, read_header
+from aenv.storage.merge import merge_layers
+from aenv.storage.qcow2 import create_overlay
 from aenv.vmm.liveness import while_alive
 from aenv.vmm.protocol import MachineShape, MemoryImage, Vm, Vmm
 
@@ -285,21 +286,7 @@ class BuildMachine:
         base = layers[-1]
         merged = _new_layer(base.id)
         path = layout.layer(merged)
-        process = await asyncio.create_subprocess_exec(
-            "qemu-img", "convert", "-O", "qcow2", "-B", str(layout.layer(base)), "-F", base.format,
-            str(layout.layer(layers[0])), str(path),
-            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
-        )  # fmt: skip
-        try:
-            status = await process.wait()
-        except BaseException:
-            process.kill()
-            await asyncio.shield(process.wait())
-            path.unlink(missing_ok=True)
-            raise
-        if status != 0 or read_header(path).size != snapshot.disk_mib * MIB:
-            path.unlink(missing_ok=True)  # deep and slower, but right
-            return
+        await merge_layers(layout.layer(layers[0]), layout.layer(base), base.format, path)
         with store.transaction():
             store.layers.put(merged)
             store.snapshots.put(replace(store.snapshots[snapshot_id], disk=merged.id))
