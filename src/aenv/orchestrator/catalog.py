@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from aenv.errors import InvalidRequestError, TemplateNotFoundError
+from aenv.errors import InvalidRequestError, NotFoundError, TemplateNotFoundError
 from aenv.orchestrator.builds import Build
 from aenv.orchestrator.model import Template
 
@@ -58,22 +58,29 @@ def find(templates: Iterable[Template], name: str) -> Template | None:
 
 
 def resolve(templates: Iterable[Template], builds: Mapping[str, Build], text: str) -> Template:
-    """The committed build that ``text`` names, as a template. Raises TemplateNotFoundError."""
+    """The committed build that ``text`` names, as a template. Raises NotFoundError."""
     try:
         reference = parse(text)
     except InvalidRequestError:
         raise TemplateNotFoundError(text[:200]) from None
     template = find(templates, reference.name)
     if template is None:
+        if any(build.name == reference.name for build in builds.values()):
+            raise NotFoundError(
+                f"Template {text!r} has no finished build.",
+                "See what became of it: GET /templates/{id}, Template.build.",
+            )
         raise TemplateNotFoundError(text)
     tag = reference.tag or DEFAULT_TAG
     if not template.tags:  # the node's own templates have one build and no record of it
         if tag == DEFAULT_TAG:
             return template
-        raise TemplateNotFoundError(text)
+        raise NotFoundError(f"Template {reference.name!r} has no tag {tag!r}.", "It has no builds of its own.")
     target = template.tags.get(tag)
     if target is None:
-        raise TemplateNotFoundError(f"{reference.name}:{tag}")
+        raise NotFoundError(
+            f"Template {reference.name!r} has no tag {tag!r}.", f"It has {', '.join(sorted(template.tags))}."
+        )
     if target.build_id == template.build_id:
         return template
     build = builds.get(target.build_id)
