@@ -21,20 +21,28 @@ def try_lock(descriptor: int, *, shared: bool = False) -> bool:
     return True
 
 
+def names(path: Path, descriptor: int) -> bool:
+    """Whether ``path`` is still the name of the open file."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
 @contextlib.asynccontextmanager
 async def locked(path: Path) -> AsyncIterator[int]:
     """Hold ``path`` exclusively (it is made if missing); the value is its descriptor, open for reading and writing.
 
-    Polls, because a thread that waits in flock(2) cannot be cancelled. A holder may remove the file: then the
-    lock that was waited for is worthless and is taken again on the new file.
+    Polls, because a thread that waits in flock(2) cannot be cancelled. A holder may remove or rename the file: then
+    the lock that was waited for is worthless, and is taken on the new file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            while not try_lock(descriptor):  # noqa: ASYNC110 - other processes set no event
+            while not (held := try_lock(descriptor)) and names(path, descriptor):
                 await asyncio.sleep(_POLL_S)
-            if os.fstat(descriptor).st_nlink:
+            if held and names(path, descriptor):
                 yield descriptor
                 return
         finally:

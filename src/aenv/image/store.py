@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 
 from aenv.image.errors import DigestMismatchError
-from aenv.image.locks import locked, try_lock
+from aenv.image.locks import locked, names, try_lock
 from aenv.image.reference import is_digest
 
 _CHUNK = 1 << 20
@@ -207,7 +207,7 @@ def remove_unused(path: Path) -> bool:
     except FileNotFoundError:
         return True
     try:
-        if not try_lock(descriptor):
+        if not try_lock(descriptor) or not names(path, descriptor):
             return False
         path.unlink(missing_ok=True)
         return True
