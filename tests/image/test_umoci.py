@@ -92,7 +92,7 @@ class UmociError(Exception):
 def unpack_both(tmp_path: Path, image: Image) -> tuple[Path, Path]:
     layout, theirs, ours = tmp_path / "layout", tmp_path / "theirs", tmp_path / "ours"
     write_layout(image, layout)
-    command = ["umoci", "raw", "unpack", "--image", f"{layout}:latest", theirs]
+    command = ["umoci", "raw", "unpack", "--image", f"{layout}:latest", str(theirs)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise UmociError(done.stderr)

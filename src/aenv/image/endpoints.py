@@ -11,7 +11,7 @@ from aenv.config import RegistrySettings
 from aenv.image.errors import RegistryForbiddenError
 from aenv.image.reference import DOCKER_HUB, Reference
 
-_DEFAULT = RegistrySettings.model_validate({})
+_DEFAULT = RegistrySettings()
 # The Hub's name is not the host that serves its API.
 _API_HOSTS = {DOCKER_HUB: "registry-1.docker.io"}
 

@@ -30,17 +30,9 @@ class Collected:
     kept_bytes: int
 
 
-def victims(entries: Iterable[Entry], capacity: int, now: float) -> list[Entry]:
-    """What to remove, oldest first, so that the rest fits ``capacity`` bytes as far as recent use allows."""
-    ordered = sorted(entries, key=lambda entry: entry.used)
-    excess = sum(entry.size for entry in ordered) - capacity
-    chosen = []
-    for entry in ordered:
-        if excess <= 0 or now - entry.used < MIN_AGE_S:
-            break
-        chosen.append(entry)
-        excess -= entry.size
-    return chosen
+def candidates(entries: Iterable[Entry], now: float) -> list[Entry]:
+    """What may go, in the order in which it goes: the longest unused first."""
+    return sorted((entry for entry in entries if now - entry.used >= MIN_AGE_S), key=lambda entry: entry.used)
 
 
 def collect(home: Path, capacity: int) -> Collected:
@@ -56,7 +48,9 @@ def collect(home: Path, capacity: int) -> Collected:
     entries += rootfs_entries(home)
     total = sum(entry.size for entry in entries)
     removed = freed = 0
-    for entry in victims(entries, capacity, now):
+    for entry in candidates(entries, now):
+        if total - freed <= capacity:
+            break
         if remove_unused(entry.path):
             entry.path.with_suffix(".json").unlink(missing_ok=True)
             removed += 1

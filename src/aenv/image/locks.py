@@ -40,7 +40,7 @@ async def locked(path: Path) -> AsyncIterator[int]:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            while not (held := try_lock(descriptor)) and names(path, descriptor):
+            while not (held := try_lock(descriptor)) and names(path, descriptor):  # noqa: ASYNC110
                 await asyncio.sleep(_POLL_S)
             if held and names(path, descriptor):
                 yield descriptor
