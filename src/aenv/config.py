@@ -20,13 +20,13 @@ class RegistrySettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    plain_http: bool = Field(False, description="Speak HTTP without TLS to it")
-    ca_file: Path | None = Field(None, description="PEM file of the authority that signed its certificate")
+    plain_http: bool = Field(default=False, description="Speak HTTP without TLS to it")
+    ca_file: Path | None = Field(default=None, description="PEM file of the authority that signed its certificate")
     mirrors: list[str] = Field(
         default_factory=list, description="host[:port][/prefix] asked first, in order; each may have its own settings"
     )
     username: str | None = None
-    password: str | None = Field(None, repr=False)
+    password: str | None = Field(default=None, repr=False)
 
 
 class Settings(BaseSettings):
