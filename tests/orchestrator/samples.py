@@ -4,7 +4,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from aenv.orchestrator.model import Egress, Sandbox, SandboxState
+from aenv.orchestrator.model import Egress, Sandbox, SandboxState, Template
 from aenv.snapshot.model import DiskLayer, MemoryBase, Snapshot
 from aenv.vmm.protocol import Accelerator, Fingerprint, MachineShape
 
@@ -50,6 +50,23 @@ def snapshot(snapshot_id: str = "s1", **changes: Any) -> Snapshot:
         fingerprint=FINGERPRINT,
         guest_token=None,
         created_at=NOW,
+    )
+    return replace(made, **changes)
+
+
+def template(template_id: str = "t1", **changes: Any) -> Template:
+    made = Template(
+        id=template_id,
+        build_id="b1",
+        aliases=("base",),
+        snapshot_id="s1",
+        vcpus=1,
+        memory_mib=512,
+        disk_mib=4096,
+        envd_version="0.6.4",
+        initramfs_sha256="0" * 64,
+        created_at=NOW,
+        updated_at=NOW,
     )
     return replace(made, **changes)
 

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -47,6 +48,35 @@ def test_require_names_the_action_and_what_to_do() -> None:
         lifecycle.require(sandbox(state=SandboxState.PAUSED), SandboxState.RUNNING, "paused")
     assert "'i1' cannot be paused: it is paused" in str(caught.value)
     assert "Connect" in caught.value.hint
+
+
+def test_traffic_wakes_only_what_asked_for_it_and_has_memory() -> None:
+    asleep = sandbox(state=SandboxState.PAUSED, auto_resume=True)
+    lifecycle.require_wakeable(asleep)
+    for refused in (replace(asleep, auto_resume=False), replace(asleep, memory_kept=False)):
+        with pytest.raises(ConflictError, match="paused") as caught:
+            lifecycle.require_wakeable(refused)
+        assert "Connect" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("kept", "wanted", "allowed"),
+    [
+        (True, None, True),
+        (True, True, True),
+        (True, False, False),
+        (False, None, True),
+        (False, False, True),
+        (False, True, False),
+    ],
+)
+def test_a_paused_sandbox_is_saved_as_it_was_paused(kept: bool, wanted: bool | None, allowed: bool) -> None:
+    paused = sandbox(state=SandboxState.PAUSED, memory_kept=kept)
+    if allowed:
+        lifecycle.require_kept(paused, wanted)
+    else:
+        with pytest.raises(ConflictError):
+            lifecycle.require_kept(paused, wanted)
 
 
 @given(st.integers(-(2**40), 2**40))

@@ -38,10 +38,16 @@ def walk(rows: list[Sandbox], where: SandboxFilter, limit: int) -> list[Sandbox]
         token = part.next_token
 
 
-@given(sandboxes, st.integers(1, 7))
-def test_pages_together_are_the_listing(rows: list[Sandbox], limit: int) -> None:
-    whole = list(page(rows, ALL, 1000, None).items)
-    assert walk(rows, ALL, limit) == whole
+orders = st.booleans()
+
+
+@given(sandboxes, st.integers(1, 7), orders)
+def test_pages_together_are_the_listing(rows: list[Sandbox], limit: int, newest_first: bool) -> None:
+    where = SandboxFilter(newest_first=newest_first)
+    whole = list(page(rows, where, 1000, None).items)
+    assert walk(rows, where, limit) == whole
+    starts = [s.started_at for s in whole]
+    assert starts == sorted(starts, reverse=newest_first)
     assert {s.id for s in whole} == {
         s.id for s in rows if s.state not in (SandboxState.STARTING, SandboxState.DELETING)
     }
@@ -55,18 +61,34 @@ def test_filters_select_exactly(rows: list[Sandbox], state: str, team: str) -> N
         assert found.metadata["team"] == team
 
 
-@given(sandboxes, sandboxes, st.integers(1, 5))
-def test_pages_stay_stable_while_others_come_and_go(rows: list[Sandbox], others: list[Sandbox], limit: int) -> None:
+@given(sandboxes, st.integers(1, 7))
+def test_the_orders_are_each_others_reverse(rows: list[Sandbox], limit: int) -> None:
+    assert walk(rows, SandboxFilter(newest_first=False), limit) == walk(rows, ALL, limit)[::-1]
+
+
+@given(sandboxes, st.integers(0, 6), orders, st.integers(1, 7))
+def test_started_after_takes_in_its_moment(rows: list[Sandbox], second: int, newest_first: bool, limit: int) -> None:
+    moment = NOW + timedelta(seconds=second)
+    where = SandboxFilter(started_after=moment, newest_first=newest_first)
+    expected = page(rows, SandboxFilter(newest_first=newest_first), 1000, None).items
+    assert walk(rows, where, limit) == [s for s in expected if s.started_at >= moment]
+
+
+@given(sandboxes, sandboxes, st.integers(1, 5), orders)
+def test_pages_stay_stable_while_others_come_and_go(
+    rows: list[Sandbox], others: list[Sandbox], limit: int, newest_first: bool
+) -> None:
     """What exists during the whole walk is listed exactly once, whatever appears and vanishes meanwhile."""
     known = {s.id for s in rows}
     coming = [s for s in others if s.id not in known]
-    expected = {s.id for s in page(rows, ALL, 1000, None).items}
+    where = SandboxFilter(newest_first=newest_first)
+    expected = {s.id for s in page(rows, where, 1000, None).items}
     seen: list[str] = []
     token = None
     turn = 0
     while True:
         present = rows + (coming if turn % 2 else [])
-        part = page(present, ALL, limit, token)
+        part = page(present, where, limit, token)
         seen += [s.id for s in part.items if s.id in known]
         token = part.next_token
         turn += 1

@@ -11,21 +11,25 @@ names = st.integers(0, 15)
 
 @given(
     st.dictionaries(names, st.none() | names, max_size=16),
-    st.dictionaries(names, st.tuples(names, names), max_size=8),
+    st.dictionaries(names, st.tuples(names, st.none() | names), max_size=8),
     st.sets(names),
     st.sets(names),
     st.sets(names),
 )
 def test_garbage_is_exactly_what_nothing_reaches(
     parents: dict[int, int | None],
-    snaps: dict[int, tuple[int, int]],
+    snaps: dict[int, tuple[int, int | None]],
     named_snapshots: set[int],
     named_layers: set[int],
     named_memory: set[int],
 ) -> None:
     # A parent is always an older layer, so that there are no cycles.
     layers = {f"l{n}": layer(f"l{n}", f"l{p}" if p is not None and p < n else None) for n, p in parents.items()}
-    snapshots = {f"s{n}": snapshot(f"s{n}", disk=f"l{d}", memory_base=f"m{m}") for n, (d, m) in snaps.items()}
+    # Without a memory base it is a disk only.
+    snapshots = {
+        f"s{n}": snapshot(f"s{n}", disk=f"l{d}", memory_base=None if m is None else f"m{m}")
+        for n, (d, m) in snaps.items()
+    }
     memory = {f"m{n}" for n in range(16)}
     garbage = find_garbage(
         snapshots,
@@ -40,6 +44,8 @@ def test_garbage_is_exactly_what_nothing_reaches(
     # Whatever is kept can be restored: its memory and its whole chain are kept.
     for name in kept_snapshots:
         assert snapshots[name].memory_base not in garbage.memory
+    kept_memory = {f"m{n}" for n in named_memory} | {snapshots[name].memory_base for name in kept_snapshots}
+    assert garbage.memory == memory - kept_memory
     roots = {f"l{n}" for n in named_layers} | {snapshots[name].disk for name in kept_snapshots}
     reached: set[str] = set()
     for root in roots & layers.keys():

@@ -9,13 +9,13 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 import structlog
 
-from aenv.errors import AenvError
+from aenv.errors import AenvError, GuestUnresponsiveError
 from aenv.orchestrator.files import SnapshotFiles
 from aenv.orchestrator.machines import Machine, Machines
 from aenv.orchestrator.model import Sandbox
@@ -27,6 +27,8 @@ from aenv.storage.lsmt import compose
 from aenv.vmm.protocol import Fingerprint, MachineShape
 
 log = structlog.get_logger()
+
+THAW_RETRY = 2.0  # seconds until a guest that did not answer is asked again
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +85,13 @@ class Checkpoints:
         with self._store.transaction():
             self._store.layers.put(layer)
             self._store.sandboxes.put(replace(current, disk=layer.id))
-        await machine.vm.cont()
-        if not memory:
-            await self._machines.thaw(sandbox, machine)
-        log.debug("fork point", sandbox=sandbox.id, stall_s=time.monotonic() - started)
-        # The guest's clock stood still meanwhile.
-        self.files.spawn(self._machines.introduce(sandbox, machine.lease, [sandbox.envd_access_token], 10.0))
         try:
+            await machine.vm.cont()
+            if not memory:
+                await self._thaw(sandbox, machine)
+            log.debug("fork point", sandbox=sandbox.id, stall_s=time.monotonic() - started)
+            # The guest's clock stood still meanwhile.
+            self.files.spawn(self._machines.introduce(sandbox, machine.lease, [sandbox.envd_access_token], 10.0))
             return await self._finished(snapshot_id, sandbox, delta, owner=None)
         except BaseException:
             remove(self._layout.snapshot(snapshot_id))
@@ -114,10 +116,25 @@ class Checkpoints:
         try:
             await machine.vm.cont()
             if thaw:
-                await self._machines.thaw(sandbox, machine)
+                await self._thaw(sandbox, machine)
         except AenvError as error:
             log.error("VM could not run on after a failed capture", vm=machine.vm.id, error=str(error))
         remove(self._layout.snapshot(snapshot_id))
+
+    async def _thaw(self, sandbox: Sandbox, machine: Machine) -> None:
+        """Let the guest write again; if it does not answer now, as soon as it does. Raises GuestUnresponsiveError."""
+        try:
+            await self._machines.thaw(sandbox, machine)
+        except GuestUnresponsiveError:
+            self.files.spawn(self._thaw_later(sandbox, machine))
+            raise
+
+    async def _thaw_later(self, sandbox: Sandbox, machine: Machine) -> None:
+        while self._machines.get(sandbox.id) is machine:
+            await asyncio.sleep(THAW_RETRY)
+            with suppress(GuestUnresponsiveError):
+                await self._machines.thaw(sandbox, machine)
+                return
 
     async def _capture(self, machine: Machine, snapshot_id: str) -> int:
         """Device state and memory of a stopped VM; the bytes of memory that were written, at least 1."""
