@@ -223,7 +223,9 @@ class Bench:
             pauses.append(milliseconds(started))
         snapshot = self.snapshot_of(sandbox.sandbox_id)  # each pause replaces the files of the one before
         note = "API call to answer, VM running; by hand: restore of a waiting process"
-        self.report.add(Row("resume", statistics.median(resumes), self.median(lambda: raw_restore(snapshot, False)), note=note))
+        self.report.add(
+            Row("resume", statistics.median(resumes), self.median(lambda: raw_restore(snapshot, False)), note=note)
+        )
 
         def raw_pause() -> float:
             slot = self.slots[0]

@@ -131,7 +131,9 @@ async def running_node(settings: Settings, progress: Progress, *, pause_all: boo
             if node is not None:
                 node.machine_died(machine, reason)
 
-        machines = Machines(settings, layout, store, pool, slots, guests, vmm.fingerprint, on_death)
+        machines = Machines(
+            settings, layout, store, pool, slots, guests, vmm.fingerprint, on_death, artifacts.envd_version
+        )
         checkpoints = Checkpoints(layout, store, machines, vmm.fingerprint)
         node = Node(settings, store, machines, checkpoints, capacity)
         logs = LogStore.open(layout.logs)
@@ -238,16 +240,21 @@ async def ensure_base(
 ) -> None:
     """Build the ``base`` template unless this node has one that it can run.
 
-    One that was captured by another VMM or kernel loses the alias to the new build; what was made from it stays.
+    One that was captured by another VMM or kernel, or has another size than the settings say, is replaced; what
+    was made from it stays.
     """
     for template in list(store.templates.rows.values()):
         if BASE not in template.aliases:
             continue
         snapshot = store.snapshots[template.snapshot_id]
         problems = snapshot.fingerprint.mismatches(vmm.fingerprint)
-        if not problems and template.initramfs_sha256 == artifacts.initramfs_sha256:
+        if template.initramfs_sha256 != artifacts.initramfs_sha256:
+            problems.append("envd or its modules changed")
+        if (snapshot.shape, snapshot.disk_mib) != (shape, settings.default_disk):
+            problems.append("the default vCPUs, memory or disk changed")
+        if not problems:
             return
-        progress(f"rebuilding the {BASE} template: {'; '.join(problems) or 'envd or its modules changed'}")
+        progress(f"rebuilding the {BASE} template: {'; '.join(problems)}")
         with store.transaction():
             store.templates.delete(template.id)
     progress(f"building the {BASE} template")

@@ -2,17 +2,28 @@
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_settings import (
     BaseSettings,
+    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     TomlConfigSettingsSource,
 )
 
+from aenv.errors import InvalidRequestError
+
 DEFAULT_CONFIG_FILE = Path("/etc/aenv/config.toml")
+
+
+def _split(value: object) -> object:
+    """A list written as one word of an environment variable: its parts are separated by commas."""
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+Words = Annotated[list[str], NoDecode, BeforeValidator(_split)]
 
 
 class RegistrySettings(BaseModel):
@@ -33,10 +44,10 @@ class Settings(BaseSettings):
     """One node's settings. Sizes are MiB, times are seconds, unless a name says otherwise.
 
     The TOML file is the one named by ``AENV_CONFIG``, else ``/etc/aenv/config.toml`` when it exists; its keys are
-    the field names below, and each field ``x`` can be overridden by ``AENV_X``.
+    the field names below, and each field ``x`` can be overridden by ``AENV_X`` (a list: separated by commas).
     """
 
-    model_config = SettingsConfigDict(env_prefix="AENV_", extra="forbid")
+    model_config = SettingsConfigDict(env_prefix="AENV_", env_ignore_empty=True, extra="forbid")
 
     home: Path = Field(Path("/var/lib/aenv"), description="State: database, templates, sandboxes' disks")
     runtime: Path = Field(Path("/run/aenv"), description="Transient state: sockets; may be a tmpfs")
@@ -68,16 +79,16 @@ class Settings(BaseSettings):
 
     slot_cidr: str = Field("10.231.0.0/16", description="Addresses of network slots on the host side")
     slot_prefix: str = Field("aenv", pattern=r"^[a-z][a-z0-9]{0,5}$", description="Prefix of namespaces, interfaces")
-    always_allow: list[str] = Field(default_factory=list, description="Private ranges guests may reach, CIDRs")
-    dns: list[str] = Field(default_factory=lambda: ["1.1.1.1", "8.8.8.8"], description="Guests' resolvers")
+    always_allow: Words = Field(default_factory=list, description="Private ranges guests may reach, CIDRs")
+    dns: Words = Field(default_factory=lambda: ["1.1.1.1", "8.8.8.8"], description="Guests' resolvers")
 
     registries: dict[str, RegistrySettings] = Field(
         default_factory=dict, description="Settings of image registries, by host[:port]"
     )
-    registry_search: list[str] = Field(
+    registry_search: Words = Field(
         default_factory=lambda: ["docker.io"], description="Registries that short image names are looked for in"
     )
-    registry_allow: list[str] = Field(
+    registry_allow: Words = Field(
         default_factory=list, description="Registries images may come from (host[:port], * allowed); empty: any"
     )
     docker_config: Path | None = Field(None, description="Docker's config.json; where Docker looks, when unset")
@@ -105,4 +116,6 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         named = os.environ.get("AENV_CONFIG")
         file = Path(named) if named else DEFAULT_CONFIG_FILE
+        if named and not file.is_file():
+            raise InvalidRequestError(f"AENV_CONFIG names {named}, which does not exist.", "Correct or unset it.")
         return init_settings, env_settings, TomlConfigSettingsSource(settings_cls, toml_file=file)

@@ -4,6 +4,7 @@ import asyncio
 import signal
 import socket
 import sqlite3
+import tomllib
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,7 @@ import typer
 import uvicorn
 import uvloop
 from pydantic import ValidationError
+from pydantic_settings import SettingsError
 
 from aenv import __version__
 from aenv.accounts.credentials import Credentials
@@ -44,6 +46,10 @@ def load_settings(**overrides: object) -> Settings:
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         raise AenvError(f"The configuration is wrong: {problems}.", "See docs/reference/configuration.md.") from None
+    except (SettingsError, tomllib.TOMLDecodeError, OSError) as error:
+        raise AenvError(
+            f"The configuration cannot be read: {error}.", "See docs/reference/configuration.md."
+        ) from None
 
 
 def _log_progress(message: str) -> None:

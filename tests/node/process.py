@@ -144,5 +144,5 @@ class NodeProcess:
         wait_for(lambda: not self.vm_pids(), "VMs to end")
         for name in self.namespaces():
             subprocess.run(["ip", "netns", "delete", name], check=False)
-        subprocess.run(["nft", "delete", "table", "inet", self.prefix], check=False, stderr=subprocess.DEVNULL)
+        subprocess.run(["nft", "delete", "table", "ip", f"aenv_net_{self.prefix}"], check=False, stderr=subprocess.DEVNULL)
         shutil.rmtree(self.home, ignore_errors=True)

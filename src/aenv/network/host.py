@@ -175,7 +175,7 @@ class HostNetwork:
             if addressing.slot_index(self.settings, name) is None:
                 raise NetworkConflict(
                     f"pool {pool} overlaps {destination}/{route['dst_len']} on {name}: "
-                    "choose another network.pool_cidr (each node of a machine needs its own)"
+                    "choose another slot_cidr (each node of a machine needs its own)"
                 )
 
     def install_root_table(self) -> None:

@@ -201,7 +201,7 @@ class SlotPool:
         if len(self._reserved) >= self._capacity:
             raise NetworkExhausted(
                 f"all {self._capacity} network slots of {self._settings.pool_cidr} are in use: "
-                "end sandboxes, or give the node a larger network.pool_cidr"
+                "end sandboxes, or give the node a larger slot_cidr"
             )
         while self._cursor in self._reserved:
             self._cursor = (self._cursor + 1) % self._capacity
@@ -262,7 +262,7 @@ class SlotPool:
         except BlockingIOError as error:
             os.close(fd)
             raise NetworkConflict(
-                f"another node uses the network prefix {self._settings.prefix!r}: stop it, or set network.prefix"
+                f"another node uses the network prefix {self._settings.prefix!r}: stop it, or set slot_prefix"
             ) from error
         self._lock_fd = fd
 

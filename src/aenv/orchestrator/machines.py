@@ -74,7 +74,9 @@ class Machines:
         guests: GuestClient,
         fingerprint: Fingerprint,
         on_death: Callable[[Machine, str], None],
+        envd_version: str,
     ) -> None:
+        """``envd_version`` is what a guest that boots here runs, whatever it ran before."""
         self._settings = settings
         self._layout = layout
         self._store = store
@@ -83,6 +85,7 @@ class Machines:
         self._guests = guests
         self._fingerprint = fingerprint
         self._on_death = on_death
+        self._envd_version = envd_version
         self._running: dict[str, Machine] = {}
         self._teardowns: dict[str, asyncio.Task[None]] = {}
         self._launching: Counter[str] = Counter()
@@ -148,7 +151,7 @@ class Machines:
         vm_id = new_vm_id()
 
         async def prepare(slot: NetworkSlot) -> Mapping[str, str]:
-            self._hold(sandbox.id, vm_id, slot, None)
+            self._hold(sandbox.id, vm_id, slot, None, envd_version=self._envd_version)
             await self._furnish(sandbox, snapshot, layer, slot)
             return boot_parameters(slot, self._settings.dns, sandbox.id)
 
@@ -187,8 +190,7 @@ class Machines:
         thaw: bool = False,
     ) -> Machine:
         self._generation += 1
-        introduction = while_alive(lease.vm, self.introduce(sandbox, lease, tokens, timeout, thaw=thaw))
-        ready = asyncio.create_task(introduction, name=f"introduce-{sandbox.id}")
+        ready = while_alive(lease.vm, self.introduce(sandbox, lease, tokens, timeout, thaw=thaw))
         # A failure is reported to whoever waits; nobody may be waiting, and that is not an error of its own.
         ready.add_done_callback(lambda task: task.cancelled() or task.exception())
         machine = Machine(sandbox.id, lease, self._generation, ready)
@@ -250,10 +252,20 @@ class Machines:
             died.cancel()
         self._on_death(machine, f"its VMM process ended (status {status})")
 
-    def _hold(self, sandbox_id: str, vm_id: str, slot: NetworkSlot, memory_base: str | None) -> None:
-        sandbox = self._store.sandboxes[sandbox_id]
+    def _hold(
+        self,
+        sandbox_id: str,
+        vm_id: str,
+        slot: NetworkSlot,
+        memory_base: str | None,
+        *,
+        envd_version: str | None = None,
+    ) -> None:
+        held = replace(self._store.sandboxes[sandbox_id], vm_id=vm_id, slot=slot.index, memory_base=memory_base)
+        if envd_version is not None:
+            held = replace(held, envd_version=envd_version)
         with self._store.transaction():
-            self._store.sandboxes.put(replace(sandbox, vm_id=vm_id, slot=slot.index, memory_base=memory_base))
+            self._store.sandboxes.put(held)
 
     def retire(self, sandbox_id: str) -> asyncio.Task[None] | None:
         """Take the VM down in the background and keep its console log; the task, or None without a VM."""

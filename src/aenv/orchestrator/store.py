@@ -95,6 +95,7 @@ class Store:
     """All tables of a node. One process at a time opens it (the server holds ``Layout.lock``)."""
 
     def __init__(self, path: Path) -> None:
+        path.touch(mode=0o600)  # tokens and environments are in it; the WAL gets the same mode
         self._database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         self._database.execute("PRAGMA journal_mode = WAL")
         self._database.execute("PRAGMA synchronous = NORMAL")

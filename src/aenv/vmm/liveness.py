@@ -13,10 +13,16 @@ Result = TypeVar("Result")
 CONSOLE_TAIL = 400  # bytes of the serial log that an error quotes
 
 
-async def while_alive(vm: Vm, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of ``work``, or SandboxStartError as soon as the VM's process ends before it."""
-    task = asyncio.ensure_future(work)
-    died = asyncio.ensure_future(vm.wait())
+def while_alive(vm: Vm, work: Coroutine[Any, Any, Result]) -> "asyncio.Task[Result]":
+    """A task with the result of ``work``, or SandboxStartError as soon as the VM's process ends before it."""
+    task = asyncio.create_task(work)
+    race = asyncio.create_task(_race(vm, task))
+    race.add_done_callback(lambda _: task.cancel())  # also when it is cancelled before its first step
+    return race
+
+
+async def _race(vm: Vm, task: "asyncio.Task[Result]") -> Result:
+    died = asyncio.create_task(vm.wait())
     try:
         await asyncio.wait({task, died}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -27,8 +33,8 @@ async def while_alive(vm: Vm, work: Coroutine[Any, Any, Result]) -> Result:
             )
         return task.result()
     finally:
-        for future in (task, died):
-            future.cancel()
+        task.cancel()
+        died.cancel()
         await asyncio.gather(task, died, return_exceptions=True)
 
 
