@@ -282,6 +282,24 @@ def _network(element: object) -> str:
     return str(element)
 
 
+def test_a_sandbox_whose_network_is_gone_goes_back_to_its_pause(create: Create, node: NodeProcess) -> None:
+    never_paused, once_paused = create(), create()
+    once_paused.files.write("f", "kept")
+    once_paused.pause()
+    once_paused.connect()
+    node.kill9()
+    for sandbox in (never_paused, once_paused):
+        slot = json.loads(node.records("sandboxes")[sandbox.sandbox_id])["slot"]
+        subprocess.run(["ip", "netns", "delete", f"{node.prefix}-{slot}"], check=True)
+    node.start()
+    with pytest.raises(NotFoundException):
+        never_paused.get_info()
+    assert once_paused.get_info().state == "paused"
+    once_paused.connect()
+    assert once_paused.files.read("f") == "kept"
+    assert_nothing_leaked(node)
+
+
 def test_listings_are_ordered_and_filtered_by_start(create: Create) -> None:
     mark = f"mark-{time.time_ns()}"
     made = []

@@ -76,11 +76,14 @@ async def update(template_id: TemplateRef, body: schemas.TemplateUpdate, service
 async def delete(template_id: TemplateRef, context: Ctx, service: ServiceOrNone) -> None:
     """Cancels its builds. Sandboxes that were made from it live on. E2B's SDKs delete snapshots here as well."""
     try:
-        await context.orchestrator.delete_snapshot(template_id)
-    except SnapshotNotFoundError:
         if service is None:
-            raise TemplateNotFoundError(template_id) from None
+            raise TemplateNotFoundError(template_id)
         await service.delete(template_id)
+    except TemplateNotFoundError as error:
+        try:
+            await context.orchestrator.delete_snapshot(template_id)
+        except SnapshotNotFoundError:
+            raise error from None
 
 
 # The last of its method: the path of a namespaced name would take in every route below it.
