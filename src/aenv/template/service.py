@@ -15,7 +15,7 @@ from datetime import UTC, datetime, timedelta
 import structlog
 
 from aenv.config import Settings
-from aenv.errors import AenvError, InvalidRequestError, NotFoundError, TemplateNotFoundError
+from aenv.errors import AenvError, ConflictError, InvalidRequestError, NotFoundError, TemplateNotFoundError
 from aenv.orchestrator import catalog
 from aenv.orchestrator.builds import Build, BuildStatus, Failure
 from aenv.orchestrator.capacity import Capacity
@@ -104,10 +104,12 @@ class TemplateService:
     def request(
         self, name: str, tags: Sequence[str], vcpus: int | None = None, memory_mib: int | None = None
     ) -> Build:
-        """Record a build that waits for its steps. Raises InvalidRequestError."""
+        """Record a build that waits for its steps. Raises InvalidRequestError, ConflictError."""
         reference = catalog.parse(name)
         if reference.name == BASE:
             raise InvalidRequestError(f"The name {BASE!r} is the node's own.", "Choose another name.")
+        if any(saved.name == reference.name for saved in self._store.saved.rows.values()):
+            raise ConflictError(f"{reference.name!r} is the name of a snapshot.", "Choose another name.")
         wanted = [*([reference.tag] if reference.tag else []), *map(catalog.check_tag, tags)]
         shape = self._workshop.default_shape
         vcpus, memory_mib = vcpus or shape.vcpus, memory_mib or shape.memory_mib
