@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -266,3 +267,27 @@ async def test_tasks_share_one_download(make_settings: MakeSettings, tmp_path: P
         name = parse(f"{bad.host}/a:1")
         assert await asyncio.gather(*(fetch_blob(client, name, tmp_path) for _ in range(4))) == [LAYER] * 4
         assert len(bad.requests) == 1
+
+
+async def test_a_cancelled_download_is_continued(make_settings: MakeSettings, tmp_path: Path) -> None:
+    async with faulty.FaultyRegistry(IMAGE).running() as bad, RegistryClient(make_settings(bad.host)) as client:
+        name = parse(f"{bad.host}/a:1")
+        for wanted in (1, 1 << 20, 1 << 20):
+            arrived = asyncio.Event()
+            total = 0
+
+            def received(count: int) -> None:
+                nonlocal total
+                total += count
+                if total >= wanted:  # noqa: B023
+                    arrived.set()  # noqa: B023
+
+            task = asyncio.ensure_future(client.blob(name, BLOB, BlobStore(tmp_path), received))
+            waiting = asyncio.ensure_future(arrived.wait())
+            await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
+            task.cancel()
+            waiting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                (await task).close()
+        assert await fetch_blob(client, name, tmp_path) == LAYER
+        assert BlobStore(tmp_path).remove(DIGEST)  # no lease was lost

@@ -57,6 +57,6 @@ class Budget:
 
 def no_space(directory: Path) -> CapacityError:
     return CapacityError(
-        f"This node's disk ({directory}) has no room to unpack the image.",
+        f"This node's disk ({directory}) has no room for the image.",
         "Free space there, lower `image_cache`, or set AENV_HOME to a larger disk.",
     )

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import functools
 import hashlib
 import random
 import ssl
@@ -21,6 +23,7 @@ import aiohttp
 
 from aenv.config import Settings
 from aenv.image.auth import Authenticator, read_limited
+from aenv.image.budget import no_space
 from aenv.image.credentials import Credentials, docker_config_file, from_docker_config
 from aenv.image.endpoints import Endpoint, check_allowed, endpoints
 from aenv.image.errors import (
@@ -33,6 +36,7 @@ from aenv.image.errors import (
 from aenv.image.manifest import ACCEPT, MAX_DOCUMENT, Descriptor
 from aenv.image.reference import Reference
 from aenv.image.store import BlobStore, Lease, Partial
+from aenv.image.threads import in_thread
 
 PARALLEL_DOWNLOADS = 4
 ATTEMPTS = 5
@@ -123,32 +127,37 @@ class RegistryClient:
         async with self._slots, store.writing(descriptor.digest) as partial:
             if (lease := store.lease(descriptor.digest)) is not None:
                 return lease
-            await asyncio.to_thread(partial.resume)
+            await in_thread(partial.resume)
 
             async def fetch(endpoint: Endpoint) -> Lease:
                 await self._download(endpoint, descriptor, partial, received)
-                return await asyncio.to_thread(store.commit, partial)
+                return await in_thread(lambda: store.commit(partial), Lease.close)
 
-            return await self._from_any(reference, fetch)
+            try:
+                return await self._from_any(reference, fetch)
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    raise no_space(store.root) from error
+                raise
 
     async def _download(
         self, endpoint: Endpoint, descriptor: Descriptor, partial: Partial, received: Callable[[int], None]
     ) -> None:
         size = descriptor.size
         if size is not None and partial.size > size:
-            await asyncio.to_thread(partial.restart)
+            await in_thread(partial.restart)
         if size is not None and partial.size == size:
             return
         headers = {"Range": f"bytes={partial.size}-"} if partial.size else {}
         async with self._get(endpoint, "blobs", descriptor.digest, headers) as response:
             if response.status == 416:  # what is here is not the start of that blob
-                await asyncio.to_thread(partial.restart)
+                await in_thread(partial.restart)
                 raise _TransientError("it refuses to continue the download")
             resumed = response.status == 206 and response.headers.get("Content-Range", "").startswith(
                 f"bytes {partial.size}-"
             )
             if partial.size and not resumed:
-                await asyncio.to_thread(partial.restart)
+                await in_thread(partial.restart)
             await self._receive(endpoint, response, size, partial, received)
         if size is not None and partial.size < size:
             raise _TransientError(f"the connection ended after {partial.size} of {size} bytes")
@@ -169,14 +178,14 @@ class RegistryClient:
                 received(len(data))
                 if size is not None and partial.size + len(buffer) > size:
                     buffer.clear()
-                    await asyncio.to_thread(partial.restart)
+                    await in_thread(partial.restart)
                     raise DigestMismatchError(
                         f"{endpoint.registry} sends more than the {size} bytes that the manifest promises.",
                         "The registry or mirror is damaged: tell its operator.",
                     )
                 if len(buffer) >= _CHUNK:
                     full, buffer = buffer, bytearray()
-                    await asyncio.to_thread(partial.append, full)
+                    await in_thread(functools.partial(partial.append, full))
         finally:
             partial.append(buffer)  # less than a chunk
 

@@ -77,6 +77,8 @@ async def pull_rootfs(
 
     Raises ImageError and its kinds, CapacityError.
     """
+    # What users pull may be private to them.
+    (home / "images").mkdir(mode=0o700, parents=True, exist_ok=True)
     local = parse_local(reference) if reference.partition(":")[0] in ("oci", "docker-archive", "tar") else None
     if local is not None:
         if not allow_local:
