@@ -220,7 +220,10 @@ class Machines:
         host = lease.slot.host_address
         if thaw:
             await self._guests.wait_until_ready(host, deadline)
-            await self._guests.thaw(host, tokens)
+            try:
+                await self._guests.thaw(host, tokens)
+            except GuestUnresponsiveError as error:  # most probably it was not frozen either
+                log.warning("guest could not be thawed", sandbox=sandbox.id, error=str(error))
         await self._guests.introduce(host, identity, tokens, deadline)
 
     async def check_health(self, machine: Machine) -> None:
