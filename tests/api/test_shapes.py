@@ -383,7 +383,7 @@ async def test_the_openapi_document_describes_what_is_served() -> None:
     async with api(FakeOrchestrator(), key=None) as client:
         document = (await client.get("/openapi.json")).json()
     create_responses = document["paths"]["/sandboxes"]["post"]["responses"]
-    assert set(create_responses) == {"201", "400", "401", "404", "500", "503", "default"}
+    assert set(create_responses) == {"201", "400", "401", "404", "500", "501", "503", "default"}
     assert "HTTPValidationError" not in document["components"]["schemas"]
     assert set(document["components"]["securitySchemes"]) == {"APIKeyHeader", "HTTPBearer"}
     assert document["components"]["schemas"]["Error"]["required"] == ["code", "message"]

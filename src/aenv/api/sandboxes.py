@@ -14,13 +14,13 @@ _V1_TIMEOUT = 15  # seconds, E2B's defaults
 _V2_TIMEOUT = 300
 
 
-@router.post("/sandboxes", status_code=201, response_model_exclude_none=True, responses=errors(400, 404, 503))
+@router.post("/sandboxes", status_code=201, response_model_exclude_none=True, responses=errors(400, 404, 501, 503))
 async def create(body: schemas.NewSandbox, context: Ctx, response: Response) -> schemas.Sandbox:
     """Create a sandbox from a template or a snapshot. Its time over, it pauses, unless ``autoPause`` is false."""
     return await _create(body, context, response, default_timeout=_V1_TIMEOUT, always_secure=False)
 
 
-@router.post("/v2/sandboxes", status_code=201, response_model_exclude_none=True, responses=errors(400, 404, 503))
+@router.post("/v2/sandboxes", status_code=201, response_model_exclude_none=True, responses=errors(400, 404, 501, 503))
 async def create_v2(body: schemas.NewSandbox, context: Ctx, response: Response) -> schemas.Sandbox:
     """As POST /sandboxes; envd always asks for the access token, and the default time to live is 300 s."""
     return await _create(body, context, response, default_timeout=_V2_TIMEOUT, always_secure=True)

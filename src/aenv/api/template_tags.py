@@ -21,7 +21,7 @@ async def remove(body: schemas.TagRemoval, service: Service) -> None:
     service.remove_tags(body.name, body.tags)
 
 
-@router.get("/templates/{templateID:path}/tags", responses=errors(404))
+@router.get("/templates/{templateID:path}/tags", responses=errors(400, 404))
 async def listed(template_id: TemplateRef, service: Service) -> list[schemas.TemplateTag]:
     """Newest first."""
     tags = service.tags(template_id).items()

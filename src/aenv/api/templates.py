@@ -87,7 +87,7 @@ async def delete(template_id: TemplateRef, context: Ctx, service: ServiceOrNone)
 
 
 # The last of its method: the path of a namespaced name would take in every route below it.
-@router.get("/templates/{templateID:path}", response_model_exclude_none=True, responses=errors(404))
+@router.get("/templates/{templateID:path}", response_model_exclude_none=True, responses=errors(400, 404))
 async def get(template_id: TemplateRef, context: Ctx, service: ServiceOrNone) -> schemas.TemplateWithBuilds:
     template = catalog.find(await context.orchestrator.templates(), template_id.partition(":")[0])
     if template is not None:
