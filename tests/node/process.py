@@ -107,6 +107,12 @@ class NodeProcess:
         self._process.terminate()
         return self._process.wait(60)
 
+    def restart(self, **settings: str) -> None:
+        """Stop and start again with other settings on top; running sandboxes stay."""
+        self.terminate()
+        self._environment |= {f"AENV_{name.upper()}": value for name, value in settings.items()}
+        self.start()
+
     def records(self, table: str) -> dict[str, str]:
         """Rows of the node's database as another process sees them: id to JSON document."""
         database = sqlite3.connect(f"file:{self.home}/aenv.db?mode=ro", uri=True, timeout=5)
@@ -144,5 +150,7 @@ class NodeProcess:
         wait_for(lambda: not self.vm_pids(), "VMs to end")
         for name in self.namespaces():
             subprocess.run(["ip", "netns", "delete", name], check=False)
-        subprocess.run(["nft", "delete", "table", "ip", f"aenv_net_{self.prefix}"], check=False, stderr=subprocess.DEVNULL)
+        subprocess.run(
+            ["nft", "delete", "table", "ip", f"aenv_net_{self.prefix}"], check=False, stderr=subprocess.DEVNULL
+        )
         shutil.rmtree(self.home, ignore_errors=True)

@@ -184,6 +184,7 @@ class BuildMachine:
             await self.vm.rebase_disk(layout.layer(fresh))
         except BaseException:
             remove(layout.snapshot(snapshot.id))
+            layout.layer(fresh).unlink(missing_ok=True)
             raise
         frozen, self._layer = self._layer, fresh
         await self._record(snapshot, frozen)
@@ -193,13 +194,18 @@ class BuildMachine:
         return self._workshop.store.snapshots[snapshot.id]
 
     async def finish(self) -> Snapshot:
-        """Keep the machine as a snapshot with a memory base of its own and a shallow disk, and end it."""
+        """Keep the machine as a snapshot with a memory base of its own and a shallow disk, and end it.
+
+        The host's disk has all of it when this returns.
+        """
         snapshot = await self._capture()
         frozen = self._layer
         await self.close(keep_disk=True)
         await self._record(snapshot, frozen, own_memory=True)
         await self._flatten(snapshot.id)
-        return self._workshop.store.snapshots[snapshot.id]
+        kept = self._workshop.store.snapshots[snapshot.id]
+        await self._workshop.checkpoints.files.make_durable(kept)
+        return kept
 
     async def close(self, *, keep_disk: bool = False) -> None:
         """End the VM and forget its disk; idempotent."""

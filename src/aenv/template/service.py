@@ -112,7 +112,8 @@ class TemplateService:
             raise ConflictError(f"{reference.name!r} is the name of a snapshot.", "Choose another name.")
         wanted = [*([reference.tag] if reference.tag else []), *map(catalog.check_tag, tags)]
         shape = self._workshop.default_shape
-        vcpus, memory_mib = vcpus or shape.vcpus, memory_mib or shape.memory_mib
+        vcpus = shape.vcpus if vcpus is None else vcpus
+        memory_mib = shape.memory_mib if memory_mib is None else memory_mib
         if not 1 <= vcpus <= 32 or not 128 <= memory_mib <= 65536:
             raise InvalidRequestError(
                 f"{vcpus} CPUs and {memory_mib} MiB of memory are out of range.",
