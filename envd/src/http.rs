@@ -3,18 +3,19 @@
 use crate::app::App;
 use crate::auth;
 use crate::connect::{err, Code, RpcError};
-use crate::{compose, control, download, filesystem, init, metrics, process, upload};
+use crate::request_body::{Connection, RequestBody};
+use crate::{compose, control, download, filesystem, init, metrics, process, tunnel, upload};
 use bytes::Bytes;
 use hyper::body::{Body as _, Frame, Incoming, SizeHint};
-use hyper::header::{HeaderValue, CONTENT_TYPE};
-use hyper::{Method, StatusCode};
+use hyper::header::{HeaderValue, CONNECTION, CONTENT_TYPE};
+use hyper::{Method, StatusCode, Version};
 use std::borrow::Cow;
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-pub type Request = hyper::Request<Incoming>;
+pub type Request = hyper::Request<RequestBody>;
 pub type Response = hyper::Response<Body>;
 type BoxBody = Pin<Box<dyn hyper::body::Body<Data = Bytes, Error = io::Error> + Send>>;
 
@@ -173,7 +174,22 @@ fn percent_decode(text: &str) -> String {
 }
 
 /// Answers one request; every error has become a response here.
-pub async fn handle(app: Arc<App>, request: Request) -> Response {
+pub async fn handle(
+    app: Arc<App>,
+    connection: Arc<Connection>,
+    request: hyper::Request<Incoming>,
+) -> Response {
+    let http1 = request.version() < Version::HTTP_2;
+    let (parts, body) = request.into_parts();
+    let body = RequestBody::new(body, &parts.headers, http1, connection.clone());
+    let mut response = route(app, Request::from_parts(parts, body)).await;
+    if http1 && connection.closing() {
+        response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+    }
+    response
+}
+
+async fn route(app: Arc<App>, request: Request) -> Response {
     let path = request.uri().path().to_owned();
     let rpc = path.starts_with("/process.Process/") || path.starts_with("/filesystem.Filesystem/");
     if path != "/health" {
@@ -203,10 +219,11 @@ pub async fn handle(app: Arc<App>, request: Request) -> Response {
         "/init" if post => init::post(app, request).await,
         "/envs" if get => Ok(app.envs_response()),
         "/metrics" if get => metrics::get(app).await,
+        "/tunnel" if get => tunnel::get(request).await,
         "/freeze" | "/unfreeze" | "/fsfreeze" | "/fsthaw" | "/collapse" if post => {
             control::post(app, &path, Query::of(&request)).await
         }
-        "/health" | "/files" | "/files/compose" | "/init" | "/envs" | "/metrics" => {
+        "/health" | "/files" | "/files/compose" | "/init" | "/envs" | "/metrics" | "/tunnel" => {
             return method_not_allowed();
         }
         _ => Err(HttpError::new(StatusCode::NOT_FOUND, format!("no such endpoint: {path}"))),
@@ -224,7 +241,7 @@ pub fn unknown_method(method: &str) -> Response {
 }
 
 /// Reads a small JSON request body.
-pub async fn read_body(body: Incoming, limit: u64) -> Result<Bytes, HttpError> {
+pub async fn read_body(body: RequestBody, limit: u64) -> Result<Bytes, HttpError> {
     use http_body_util::BodyExt as _;
     if body.size_hint().lower() > limit {
         return Err(HttpError::new(StatusCode::PAYLOAD_TOO_LARGE, "the request is too large"));

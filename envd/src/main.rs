@@ -19,7 +19,9 @@ mod process;
 mod proto;
 mod range;
 mod reaper;
+mod request_body;
 mod server;
+mod tunnel;
 mod upload;
 mod users;
 

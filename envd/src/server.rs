@@ -4,6 +4,7 @@ use crate::app::{App, Options};
 use crate::boot;
 use crate::http::handle;
 use crate::reaper::Reaper;
+use crate::request_body::Connection;
 use crate::VERSION;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo};
@@ -76,12 +77,17 @@ async fn accept(listener: TcpListener, app: Arc<App>) {
         keep_alive(&stream);
         let (app, server) = (app.clone(), server.clone());
         tokio::spawn(async move {
+            let connection = Arc::new(Connection::default());
+            let shared = connection.clone();
             let service = service_fn(move |request| {
-                let app = app.clone();
-                async move { Ok::<_, Infallible>(handle(app, request).await) }
+                let (app, connection) = (app.clone(), shared.clone());
+                async move { Ok::<_, Infallible>(handle(app, connection, request).await) }
             });
-            // An error means that the client broke the connection, or the protocol: it knows.
-            let _ = server.serve_connection(TokioIo::new(stream), service).await;
+            tokio::select! {
+                // An error means that the client broke the connection, or the protocol: it knows.
+                _ = server.serve_connection_with_upgrades(TokioIo::new(stream), service) => {}
+                () = connection.gone() => {}
+            }
         });
     }
 }

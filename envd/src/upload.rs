@@ -5,10 +5,10 @@ use crate::filesystem::entry::{base_name, set_metadata};
 use crate::filesystem::{make_dirs, own};
 use crate::http::{blocking, json, HttpError, Query, Request, Response};
 use crate::multipart::{boundary, Event, Parser};
+use crate::request_body::RequestBody;
 use crate::users::User;
 use flate2::write::MultiGzDecoder;
 use http_body_util::BodyExt as _;
-use hyper::body::Incoming;
 use hyper::header::{HeaderMap, CONTENT_ENCODING, CONTENT_TYPE};
 use std::collections::HashMap;
 use std::fs::File;
@@ -74,12 +74,12 @@ fn metadata_of(headers: &HeaderMap) -> Result<HashMap<String, String>, HttpError
 
 /// The request body, decompressed.
 struct Source {
-    body: Incoming,
+    body: RequestBody,
     gzip: Option<MultiGzDecoder<Vec<u8>>>,
 }
 
 impl Source {
-    fn new(body: Incoming, headers: &HeaderMap) -> Result<Source, HttpError> {
+    fn new(body: RequestBody, headers: &HeaderMap) -> Result<Source, HttpError> {
         let encoding = headers.get(CONTENT_ENCODING).and_then(|v| v.to_str().ok());
         let gzip = match encoding.unwrap_or("identity") {
             "identity" | "" => None,
