@@ -12,9 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from aenv.image.errors import ImageNotFoundError, ImageTooLargeError, RegistryForbiddenError, UnsupportedImageError
+from aenv.image.errors import (
+    ImageNotFoundError,
+    ImageTooLargeError,
+    RegistryForbiddenError,
+    RegistryUnreachableError,
+    UnsupportedImageError,
+)
 from aenv.image.rootfs import pull_rootfs
 from aenv.image.store import BlobStore
+from tests.image import faulty
 from tests.image.conftest import MakeSettings
 from tests.image.registries import Registry
 from tests.image.writer import Image, archive, digest_of, folder, hard_link, member, push, symlink, write_layout
@@ -132,6 +139,24 @@ async def test_two_pulls_of_one_image_make_it_once(registry: Registry, make_sett
     )
     assert both[0] == both[1]
     assert sum("writing" in line for line in lines) == 1
+
+
+async def test_short_names_are_searched(make_settings: MakeSettings) -> None:
+    image = Image([BASE])
+    first, second = faulty.FaultyRegistry(image), faulty.FaultyRegistry(image)
+    async with first.running(), second.running():
+        hosts = [first.host, second.host]
+        settings = make_settings(*hosts, registry_search=hosts)
+        first.faults = [faulty.status(404)]
+        _, config = await pull_rootfs("app", settings.home, size_mib=32, settings=settings)
+        assert config.digest == image.digest and len(first.requests) == 1
+        first.faults, second.faults = [faulty.status(404)], [faulty.status(404)]
+        with pytest.raises(ImageNotFoundError, match="in none of"):
+            await pull_rootfs("app", settings.home, size_mib=32, settings=settings)
+        first.faults, asked = [faulty.status(400)], len(second.requests)
+        with pytest.raises(RegistryUnreachableError):
+            await pull_rootfs("app", settings.home, size_mib=32, settings=settings)
+        assert len(second.requests) == asked  # it could be somebody else's image
 
 
 async def test_docker_formats(registry: Registry, make_settings: MakeSettings) -> None:
