@@ -13,13 +13,10 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 from e2b import Sandbox
-from rich.console import Console
-from rich.table import Table
 from tests.node.process import NodeProcess, wait_for
 
 from aenv.client.guest import ENVD_PORT
@@ -40,44 +37,13 @@ from bench.by_hand import (
     private_bytes,
     run_command,
 )
+from bench.calls import calls, listing, streams
+from bench.report import Report, Row, console
 
 MIB = 1 << 20
 CHILDREN = 16
 NODE_CIDR, RAW_CIDR = "10.234.0.0/16", "10.235.0.0/16"
 HEALTH = b"GET /health HTTP/1.1\r\nHost: guest\r\nConnection: close\r\n\r\n"
-
-console = Console(highlight=False)
-
-
-@dataclass
-class Row:
-    """One comparison. ``unit`` is ms or MiB; ``raw`` is None where there is nothing to compare with."""
-
-    name: str
-    ours: float
-    raw: float | None
-    unit: str = "ms"
-    note: str = ""
-
-
-class Report:
-    def __init__(self) -> None:
-        self.rows: list[Row] = []
-
-    def add(self, row: Row) -> None:
-        self.rows.append(row)
-        raw = "" if row.raw is None else f"   by hand {row.raw:8.1f} {row.unit}   × {row.ours / row.raw:.2f}"
-        console.print(f"  {row.name:<44} {row.ours:8.1f} {row.unit}{raw}   [dim]{row.note}[/]")
-
-    def show(self) -> None:
-        table = Table(title="AgentENV beside the raw operation", title_justify="left")
-        for name in ("operation", "AgentENV", "by hand", "ratio", "note"):
-            table.add_column(name, justify="left" if name in ("operation", "note") else "right")
-        for row in self.rows:
-            raw = "" if row.raw is None else f"{row.raw:.1f} {row.unit}"
-            ratio = "" if row.raw is None else f"{row.ours / row.raw:.2f}"
-            table.add_row(row.name, f"{row.ours:.1f} {row.unit}", raw, ratio, row.note)
-        console.print(table)
 
 
 class Bench:
@@ -334,31 +300,8 @@ class Bench:
         pid = next(p for p in self.node.vm_pids() if vm_id.encode() in Path(f"/proc/{p}/cmdline").read_bytes())
         return private_bytes(pid)
 
-    def commands(self) -> None:
-        sandbox = self.create()
-        host = self.host_of(sandbox.sandbox_id)
-        token = sandbox._envd_access_token
-        ours, raw = [], []
-        for _ in range(self.rounds * 5 + 5):
-            started = time.perf_counter()
-            sandbox.commands.run("true")
-            ours.append(milliseconds(started))
-            started = time.perf_counter()
-            run_command(host, ENVD_PORT, "true", token)
-            raw.append(milliseconds(started))
-        a, b = statistics.median(ours[5:]), statistics.median(raw[5:])
-        self.report.add(
-            Row(
-                'commands.run("true") through the SDK',
-                a,
-                b,
-                note=f"overhead {a - b:+.1f} ms over a socket to the guest",
-            )
-        )
-        sandbox.kill()
 
-
-async def main(rounds: int, folder: Path) -> None:
+async def main(rounds: int, minutes: float, folder: Path) -> None:
     node = NodeProcess(folder, prefix="aenvb", cidr=NODE_CIDR, warm_vms="4", log_level="info")
     raw_network = NetworkSettings(prefix="aenvr", pool_cidr=RAW_CIDR, runtime_dir=folder)
     slots = SlotPool(raw_network, 0)
@@ -376,7 +319,12 @@ async def main(rounds: int, folder: Path) -> None:
         await slots.start()
         taken = [await slots.acquire() for _ in range(CHILDREN + 1)]
         bench = Bench(node, taken, vmm.platform, folder, rounds)
-        for part in (bench.life, bench.commands, bench.forks):
+        parts: list[Callable[[], None]] = [bench.life, bench.forks]
+        sdk = bench.create
+        parts.append(lambda: calls(sdk, bench.host_of, bench.report, rounds))
+        parts.append(lambda: streams(sdk, bench.report, minutes))
+        parts.append(lambda: listing(node, bench.report, rounds))
+        for part in parts:
             await asyncio.to_thread(part)
         bench.report.show()
     finally:
@@ -389,6 +337,7 @@ async def main(rounds: int, folder: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=10, help="repetitions of each measurement")
+    parser.add_argument("--minutes", type=float, default=1.0, help="how long the concurrent streams stay open")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="aenv-bench-") as name:
-        asyncio.run(main(arguments.rounds, Path(name)))
+        asyncio.run(main(arguments.rounds, arguments.minutes, Path(name)))
