@@ -224,7 +224,7 @@ def template_service(
     archives = Archives(layout.home / "template-files", (settings.max_upload << 20) * ARCHIVES_KEPT)
     engine = Engine(workshop, Origins(workshop, cache), cache, archives)
     journals = JournalStore(layout.home / "builds")
-    return TemplateService(settings, workshop, engine, capacity, journals, archives)
+    return TemplateService(settings, workshop, engine, cache, capacity, journals, archives)
 
 
 async def ensure_base(

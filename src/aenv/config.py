@@ -96,7 +96,7 @@ class Settings(BaseSettings):
 
     max_builds: int | None = Field(None, ge=1, le=64, description="Template builds at once; one per core when unset")
     build_timeout: float = Field(3600.0, gt=0, description="Longest time one template build may take, seconds")
-    build_cache: int = Field(64, ge=0, le=10000, description="Results of build steps kept; the least used go")
+    build_cache: int = Field(32, ge=0, le=10000, description="Results of build steps kept; the least used go")
     max_upload: int = Field(1024, ge=1, description="Largest archive of files for a template build, MiB")
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -346,6 +346,7 @@ def test_names_with_a_namespace(build: Build, create: Create, api: httpx.Client)
 def test_deleting_a_template_leaves_its_sandboxes(build: Build, create: Create, api: httpx.Client) -> None:
     build(base().run_cmd("echo mine > v"), "gone")
     sandbox = create("gone")
+    assert api.delete("/templates/gone:default").status_code == 400 and Template.exists("gone")
     assert api.delete("/templates/gone").status_code == 204
     assert not Template.exists("gone")
     assert api.delete("/templates/gone").status_code == 404

@@ -41,6 +41,13 @@ class LayerCache:
 
     def trim(self) -> None:
         """For a limit that was lowered between two starts."""
+        self._keep(self._limit)
+
+    def shrink(self) -> None:
+        """Give up the less recently used half, for a disk that is getting full."""
+        self._keep(len(self._store.build_cache.rows) // 2)
+
+    def _keep(self, limit: int) -> None:
         with self._store.transaction():
-            for key in surplus(list(self._store.build_cache.rows.values()), self._limit):
+            for key in surplus(list(self._store.build_cache.rows.values()), limit):
                 self._store.build_cache.delete(key)

@@ -18,11 +18,12 @@ from aenv.config import Settings
 from aenv.errors import AenvError, ConflictError, InvalidRequestError, NotFoundError, TemplateNotFoundError
 from aenv.orchestrator import catalog
 from aenv.orchestrator.builds import Build, BuildStatus, Failure
-from aenv.orchestrator.capacity import Capacity
+from aenv.orchestrator.capacity import Capacity, free_disk_mib
 from aenv.orchestrator.model import TagTarget, Template
 from aenv.orchestrator.store import Store
 from aenv.template import publishing
 from aenv.template.archives import Archives
+from aenv.template.cache import LayerCache
 from aenv.template.engine import BuildFailedError, Engine
 from aenv.template.journal import JournalStore, LogEntry
 from aenv.template.machine import Pins, Workshop
@@ -56,6 +57,7 @@ class TemplateService:
         settings: Settings,
         workshop: Workshop,
         engine: Engine,
+        cache: LayerCache,
         capacity: Capacity,
         journals: JournalStore,
         archives: Archives,
@@ -65,6 +67,7 @@ class TemplateService:
         self._store: Store = workshop.store
         self._engine = engine
         self._capacity = capacity
+        self._cache = cache
         self._journals = journals
         self.archives = archives
         self._turns = asyncio.Semaphore(settings.max_builds or os.cpu_count() or 1)
@@ -180,6 +183,7 @@ class TemplateService:
         began = asyncio.get_running_loop().time()
         try:
             async with self._turns, asyncio.timeout(self._settings.build_timeout):
+                self._make_room()
                 self._capacity.take(1)
                 try:
                     self._put(replace(build, status=BuildStatus.BUILDING, updated_at=datetime.now(UTC)))
@@ -207,6 +211,12 @@ class TemplateService:
             self._journals.finish(build.id)
             pins.release()
             self._forget_old(build.template_id)
+
+    def _make_room(self) -> None:
+        """On a disk that is nearly full, cached layers go before builds are refused."""
+        if free_disk_mib(self._settings.home) < 2 * self._settings.reserve_disk:
+            self._cache.shrink()
+            self._workshop.checkpoints.collect_garbage()
 
     def _fail(self, build: Build, failure: Failure) -> None:
         if build.id not in self._store.builds.rows:
@@ -290,6 +300,11 @@ class TemplateService:
 
     async def delete(self, name: str) -> None:
         """Cancel its builds and forget it; sandboxes made from it live on. Raises TemplateNotFoundError."""
+        if ":" in name:
+            raise InvalidRequestError(
+                f"{name[:200]!r} is one tag of a template.",
+                "Remove tags with DELETE /templates/tags, or leave it out.",
+            )
         template_id = self.template_id(name)
         template = self._store.templates.get(template_id)
         if template is not None and BASE in template.aliases:
