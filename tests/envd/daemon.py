@@ -57,12 +57,13 @@ class Reply:
 class Envd:
     """One daemon, as root on the host; it is the caller's to stop."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
         with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
+            probe.bind((host, port))
+            self.host = host
             self.port: int = probe.getsockname()[1]
         self.process = subprocess.Popen(
-            [binary(), "--listen", "127.0.0.1", "--port", str(self.port), "--no-clock"],
+            [binary(), "--listen", host, "--port", str(self.port), "--no-clock"],
             stderr=subprocess.DEVNULL,
         )
         wait_until(self._answers, "envd's start")
@@ -98,7 +99,7 @@ class Envd:
         headers: Mapping[str, str] | None = None,
     ) -> Reply:
         """One HTTP/1.1 request on a connection of its own."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=60)
         try:
             connection.request(method, path, body, dict(headers or {}))
             response = connection.getresponse()
@@ -128,7 +129,7 @@ class Envd:
         """The official SDK's object for this daemon."""
         headers = {"X-Access-Token": token} if token else {}
         config = ConnectionConfig(
-            sandbox_url=f"http://127.0.0.1:{self.port}", api_key="x", extra_sandbox_headers=headers
+            sandbox_url=f"http://{self.host}:{self.port}", api_key="x", extra_sandbox_headers=headers
         )
         return Sandbox(
             sandbox_id="test",

@@ -52,6 +52,7 @@ class FakeNode:
 
     def __init__(self) -> None:
         self.sandbox = sandbox()
+        self.host = "127.0.0.1"
         self.generation = 1
         self.error: Exception | None = None
 
@@ -60,7 +61,7 @@ class FakeNode:
             raise self.error
         if sandbox_id != self.sandbox.id:
             raise SandboxNotFoundError(sandbox_id)
-        return Upstream(self.sandbox, "127.0.0.1", self.generation)
+        return Upstream(self.sandbox, self.host, self.generation)
 
 
 class Node:

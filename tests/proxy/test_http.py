@@ -4,12 +4,18 @@ import asyncio
 import hashlib
 import json
 import resource
+import socket
+import threading
+import time
 from collections.abc import AsyncIterator
 
 import aiohttp
 import pytest
+from yarl import URL
 
 from aenv.errors import CapacityError, ConflictError, SandboxStartError
+from aenv.orchestrator.model import Upstream
+from aenv.proxy.pool import SandboxPool
 from tests.proxy.support import ID, Node, chunk, guest, head, node, sandbox, until
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -313,9 +319,51 @@ async def test_a_stale_connection_is_replaced_for_get_but_a_post_is_not_sent_twi
             async with session.get(server.url, headers=server.headers(port)) as response:
                 assert await response.read() == b"ok"
         assert app.connections == 5
+        async with session.put(server.url, headers=server.headers(port), data=b"hi") as response:
+            assert await response.read() == b"ok"
+        assert app.connections == 6
         async with session.post(server.url, headers=server.headers(port), data=b"hi") as response:
             assert response.status == 502
             assert "without a response" in (await response.json())["message"]
+
+
+async def test_a_connection_that_the_guest_closed_is_not_picked() -> None:
+    """Not even when the event loop has had no chance yet to notice the close."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    hang_up = threading.Event()
+
+    def serve() -> None:
+        for _ in range(2):
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+                hang_up.wait()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    pool = SandboxPool(Upstream(sandbox(), "127.0.0.1", 1))
+    port = listener.getsockname()[1]
+    first, _ = await pool.acquire(port)
+    first.start(b"POST / HTTP/1.1\r\n\r\n", head=False)
+    first.upload_done = True
+    assert (await first.response())[0] == 200
+    assert not first.stale
+    pool.release(first)
+    assert await pool.acquire(port) == (first, True)
+    pool.release(first)
+    hang_up.set()
+    while not first.stale:
+        time.sleep(0.001)  # noqa: ASYNC251 - the event loop is to notice nothing
+    assert not first.closed
+    second, reused = await pool.acquire(port)
+    assert second is not first
+    assert not reused
+    second.start(b"POST / HTTP/1.1\r\n\r\n", head=False)
+    assert (await second.response())[0] == 200
+    pool.close()
+    await asyncio.to_thread(thread.join)
+    listener.close()
 
 
 async def test_connections_of_an_earlier_life_are_cut() -> None:
@@ -434,8 +482,10 @@ async def test_proxy_errors_have_e2b_shapes() -> None:
 
 async def test_access_rules() -> None:
     async with node() as server, guest(Counter(9)) as port, aiohttp.ClientSession() as session:
-        async with session.post(server.url + "/init", headers=server.headers(49983)) as response:
-            assert response.status == 403
+        for path in ("/init", "/tunnel?port=22", "/x/../TUNNEL/", "/%2574unnel"):
+            url = URL(server.url + path, encoded=True)
+            async with session.post(url, headers=server.headers(49983)) as response:
+                assert response.status == 403
         server.fake.sandbox = sandbox(traffic_access_token="t0ken")
         async with session.get(server.url, headers=server.headers(port)) as response:
             assert response.status == 403

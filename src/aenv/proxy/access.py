@@ -14,7 +14,7 @@ from aenv.proxy.routing import ENVD_PORT, Target
 
 TRAFFIC_TOKEN_HEADER = b"e2b-traffic-access-token"
 
-_CONTROL = frozenset({b"init", b"freeze", b"unfreeze", b"fsfreeze", b"fsthaw", b"collapse"})
+_CONTROL = frozenset({b"init", b"freeze", b"unfreeze", b"fsfreeze", b"fsthaw", b"collapse", b"tunnel"})
 
 
 def refusal(target: Target, headers: Iterable[tuple[bytes, bytes]], sandbox: Sandbox) -> str | None:

@@ -21,7 +21,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 _WATCH_AFTER = 0.01  # seconds
-_REPEATABLE = frozenset({"GET", "HEAD", "OPTIONS", "TRACE", "PUT", "DELETE"})  # RFC 9110 section 9.2.2
+_IDEMPOTENT = frozenset({"GET", "HEAD", "OPTIONS", "TRACE", "PUT", "DELETE"})  # RFC 9110 section 9.2.2
+_MAX_REPEATED = 64 * 1024  # bytes of body
 
 
 async def forward(pool: SandboxPool, target: Target, scope: Scope, receive: Receive, send: Send) -> Reply | None:
@@ -69,7 +70,9 @@ class _Exchange:
         self._head = head
         self._body = body
         self._is_head = method == "HEAD"
-        self._repeatable = body is Body.NONE and method in _REPEATABLE
+        self._idempotent = method in _IDEMPOTENT
+        self._first = b""
+        self._more = body is Body.CHUNKED
         self._receive = receive
         self._connection: UpstreamConnection | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -77,20 +80,26 @@ class _Exchange:
 
     async def begin(self) -> tuple[int, Headers]:
         """Send the request, or as much of it as the guest wants, until the response's head is there."""
+        if self._body is Body.LENGTH:
+            # Before there is a connection: nothing may come between choosing an idle one and writing to it.
+            # And head and body leave in one segment when the body is already here, as it mostly is.
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGoneError
+            self._first = message.get("body", b"")
+            self._more = message.get("more_body", False)
         connection, reused = await self._pool.acquire(self._port)
-        self._connection = connection
-        await self._start(connection)
+        self._start(connection)
         try:
             return await connection.response()
         except BrokenError:
-            # The guest closed a kept-alive connection just as we wrote to it. Only a request that may be
-            # repeated by RFC 9110, and that we hold entirely, is sent again, once.
-            if not (reused and self._repeatable) or connection.answered:
+            # The guest closed a kept-alive connection just as we wrote to it, and may have seen the request.
+            # Only one that may be repeated by RFC 9110, and that we hold entirely, is sent again, once.
+            if not reused or connection.answered or not self._repeatable():
                 raise
         self.end()
         connection, _ = await self._pool.acquire(self._port, fresh=True)
-        self._connection = connection
-        await self._start(connection)
+        self._start(connection)
         return await connection.response()
 
     async def relay(self, status: int, headers: Headers, send: Send) -> None:
@@ -117,18 +126,14 @@ class _Exchange:
             self._pool.release(self._connection)
             self._connection = None
 
-    async def _start(self, connection: UpstreamConnection) -> None:
-        first = b""
-        more = self._body is Body.CHUNKED
-        if self._body is Body.LENGTH:
-            # Head and body leave in one segment when the body is already here, as it mostly is.
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGoneError
-            first = message.get("body", b"")
-            more = message.get("more_body", False)
+    def _repeatable(self) -> bool:
+        return self._idempotent and not self._more and len(self._first) <= _MAX_REPEATED
+
+    def _start(self, connection: UpstreamConnection) -> None:
+        self._connection = connection
+        first = self._first
         connection.start(self._head + first if first else self._head, head=self._is_head)
-        if more:
+        if self._more:
             self._reader = asyncio.create_task(self._upload(connection))
         else:
             connection.upload_done = True

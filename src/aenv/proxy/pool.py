@@ -5,8 +5,11 @@ dies with it: when a newer generation is seen, everything of the older one is ab
 """
 
 import asyncio
+from collections.abc import Callable
+from typing import TypeVar
 
 from aenv.orchestrator.model import Upstream
+from aenv.proxy.dial import dial
 from aenv.proxy.upstream import BrokenError, ConnectError, UpstreamConnection
 
 # Servers close idle connections after 5 s (Node.js, uvicorn) or more. Staying below that all but removes the race
@@ -15,6 +18,8 @@ IDLE_LIMIT = 4.0  # seconds
 _MAX_IDLE = 32  # connections per sandbox port
 _ENDED = "the sandbox was paused, resumed or killed"
 
+P = TypeVar("P", bound=asyncio.BaseProtocol)
+
 
 class SandboxPool:
     """The connections of one generation of one sandbox."""
@@ -22,6 +27,7 @@ class SandboxPool:
     def __init__(self, upstream: Upstream) -> None:
         self.generation = upstream.generation
         self.host = upstream.host
+        self._token = upstream.sandbox.envd_access_token
         self._idle: dict[int, list[UpstreamConnection]] = {}
         self._busy: dict[UpstreamConnection, int] = {}
         self._attached: set[asyncio.Transport] = set()
@@ -36,20 +42,24 @@ class SandboxPool:
             oldest = self._loop.time() - IDLE_LIMIT
             while idle:
                 connection = idle.pop()
-                if not connection.closed and connection.idle_since >= oldest:
+                if connection.idle_since >= oldest and not connection.stale:
                     self._busy[connection] = port
                     return connection, True
                 connection.abort()
-        self._opening += 1
-        try:
-            connection = await UpstreamConnection.connect(self.host, port)
-        finally:
-            self._opening -= 1
+        connection = await self.dial(UpstreamConnection, port)
         if self._closed:
             connection.abort()
             raise ConnectError(_ENDED, refused=False)
         self._busy[connection] = port
         return connection, False
+
+    async def dial(self, factory: Callable[[], P], port: int) -> P:
+        """A new connection to ``port``, which is the caller's alone. Raises ConnectError."""
+        self._opening += 1
+        try:
+            return await dial(factory, self.host, port, self._token)
+        finally:
+            self._opening -= 1
 
     def release(self, connection: UpstreamConnection) -> None:
         """Take a connection back; it is kept when the last exchange left it clean, else closed."""

@@ -6,8 +6,9 @@ control in both directions. It carries one request at a time and knows nothing o
 
 import asyncio
 import contextlib
+import select
 import socket
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import httptools
 
@@ -42,7 +43,7 @@ class ClientGoneError(UpstreamError):
 
 
 class UpstreamConnection(asyncio.Protocol):
-    """Life: ``connect``, then any number of ``start`` / ``response`` / ``read`` rounds, then ``abort``."""
+    """Life: connected by ``dial``, any number of ``start`` / ``response`` / ``read`` rounds, then ``abort``."""
 
     def __init__(self) -> None:
         self.idle_since = 0.0  # loop time; owned by the pool
@@ -67,20 +68,6 @@ class UpstreamConnection(asyncio.Protocol):
         self._complete = True
         self._keep_alive = False
         self._error: UpstreamError | None = None
-
-    @classmethod
-    async def connect(cls, host: str, port: int) -> Self:
-        """Raises ConnectError."""
-        loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(CONNECT_TIMEOUT):
-                _, connection = await loop.create_connection(cls, host, port)
-        except TimeoutError:
-            raise ConnectError(f"no answer from port {port} in {CONNECT_TIMEOUT:.0f} s", refused=False) from None
-        except OSError as error:
-            refused = isinstance(error, ConnectionError)
-            raise ConnectError(str(error), refused=refused) from None
-        return connection
 
     # What the sender does
 
@@ -156,6 +143,21 @@ class UpstreamConnection(asyncio.Protocol):
     def reusable(self) -> bool:
         """Whether another request may follow on this connection."""
         return self._complete and self._keep_alive and self.upload_done and not self.closed
+
+    @property
+    def stale(self) -> bool:
+        """Whether an idle connection cannot carry a request: the peer closed it, or sent what nobody asked for.
+
+        The kernel is asked, since the event loop may not have come around to it yet.
+        """
+        if self.closed or self._transport is None:
+            return True
+        sock = self._transport.get_extra_info("socket")
+        if sock is None or sock.fileno() < 0:
+            return True
+        poll = select.poll()
+        poll.register(sock.fileno(), select.POLLIN | select.POLLRDHUP)
+        return bool(poll.poll(0))
 
     # asyncio.Protocol
 

@@ -20,7 +20,7 @@ from aenv.proxy.headers import UnsupportedFramingError, forwarded_headers
 from aenv.proxy.pool import SandboxPool
 from aenv.proxy.replies import Reply, for_upstream_error
 from aenv.proxy.routing import Target
-from aenv.proxy.upstream import CONNECT_TIMEOUT, BrokenError, ConnectError, UpstreamError
+from aenv.proxy.upstream import BrokenError, UpstreamError
 
 MAX_MESSAGE = 64 * 1024 * 1024  # bytes; ASGI has no partial messages
 _HANDSHAKE_TIMEOUT = 60.0  # seconds; applications may decide slowly
@@ -33,7 +33,7 @@ async def tunnel(pool: SandboxPool, target: Target, scope: Scope, receive: Recei
     if (await receive())["type"] != "websocket.connect":
         return None
     try:
-        guest = await _connect(pool.host, target, scope)
+        guest = await _connect(pool, target, scope)
     except InvalidStatus as error:
         await _reject(error, send)
         return None
@@ -55,7 +55,7 @@ async def tunnel(pool: SandboxPool, target: Target, scope: Scope, receive: Recei
     return None
 
 
-async def _connect(address: str, target: Target, scope: Scope) -> ClientConnection:
+async def _connect(pool: SandboxPool, target: Target, scope: Scope) -> ClientConnection:
     """Raises UpstreamError, or InvalidStatus when the guest answered with something else than 101."""
     client = scope.get("client")
     scheme = "https" if scope["scheme"] == "wss" else "http"
@@ -65,26 +65,17 @@ async def _connect(address: str, target: Target, scope: Scope) -> ClientConnecti
         )
     except UnsupportedFramingError:
         raise BrokenError("a websocket handshake has no body") from None
-    host = next((value.decode("latin-1") for name, value in passed if name == b"host"), address)
+    host = next((value.decode("latin-1") for name, value in passed if name == b"host"), pool.host)
     path, query = target.raw_path.decode("latin-1"), scope["query_string"].decode("latin-1")
-    uri = WebSocketURI(False, address, target.port, path, query)
+    uri = WebSocketURI(False, pool.host, target.port, path, query)
     protocol = _GuestProtocol(uri, host, [Subprotocol(name) for name in scope.get("subprotocols", ())])
     extra = WireHeaders()
     for name, value in passed:
         if name != b"host" and name != b"content-length" and not name.startswith(b"sec-websocket-"):
             extra[name.decode("latin-1")] = value.decode("latin-1")
-    loop = asyncio.get_running_loop()
-    try:
-        async with asyncio.timeout(CONNECT_TIMEOUT):
-            _, guest = await loop.create_connection(
-                lambda: ClientConnection(protocol, ping_interval=None, close_timeout=_CLOSE_TIMEOUT),
-                address,
-                target.port,
-            )
-    except TimeoutError:
-        raise ConnectError("no answer", refused=False) from None
-    except OSError as error:
-        raise ConnectError(str(error), refused=isinstance(error, ConnectionError)) from None
+    guest = await pool.dial(
+        lambda: ClientConnection(protocol, ping_interval=None, close_timeout=_CLOSE_TIMEOUT), target.port
+    )
     try:
         async with asyncio.timeout(_HANDSHAKE_TIMEOUT):
             await guest.handshake(extra, user_agent_header=None)
