@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""Print docs/reference/compatibility.md from a JUnit report of the tests that carry ``compat`` markers.
+"""Print docs/reference/compatibility.md from JUnit reports of the tests that carry ``compat`` markers.
 
 pytest tests/node --junitxml=report.xml
-scripts/compatibility.py report.xml > docs/reference/compatibility.md
+scripts/compatibility.py report.xml... > docs/reference/compatibility.md
+
+A test that is in several reports counts as in the last of them.
 
 A cell says what the tests saw: a feature whose tests passed works, differs or is refused as the marker says, and
 one with a failed test is said to fail. Where there is no test the cell is empty: nothing is claimed.
@@ -20,6 +22,7 @@ CLIENTS = ("Python, sync", "Python, async", "JavaScript", "CLI")
 
 # How a feature differs or why it is refused. Every feature with such a verdict must be here.
 NOTES = {
+    "network rules by domain": "400. Traffic is filtered by address: use CIDR blocks.",
     "secrets": "Stored with versions and metadata; values never come back. Nothing gives them to sandboxes: rules of "
     "`network` that would are refused.",
     "volumes": "Created, listed, found and deleted. They have no content and cannot be mounted.",
@@ -62,11 +65,16 @@ not_supported`; it is never ignored. Beside what the table says:
 """
 
 
-def read(report: Path) -> tuple[dict[str, dict[str, str]], int]:
+def read(reports: list[Path]) -> tuple[dict[str, dict[str, str]], int]:
     """Feature to client to verdict, and the number of tests."""
     table: dict[str, dict[str, str]] = defaultdict(dict)
     count = 0
-    for test in ElementTree.parse(report).iter("testcase"):
+    latest = {
+        (test.get("classname"), test.get("name")): test
+        for report in reports
+        for test in ElementTree.parse(report).iter("testcase")
+    }
+    for test in latest.values():
         for found in test.iter("property"):
             if found.get("name") != "compat":
                 continue
@@ -105,6 +113,6 @@ def render(table: dict[str, dict[str, str]], count: int) -> str:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
+    if len(sys.argv) < 2:
         raise SystemExit(__doc__)
-    print(render(*read(Path(sys.argv[1]))), end="")
+    print(render(*read([Path(name) for name in sys.argv[1:]])), end="")

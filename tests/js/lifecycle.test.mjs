@@ -9,6 +9,7 @@ import {
   SandboxError,
   SandboxNotFoundError,
   Secret,
+  Template,
   Volume,
 } from 'e2b'
 import { create, eventually, keep } from './support.mjs'
@@ -88,6 +89,50 @@ test('metrics: the last hour, and a range', async () => {
   assert.ok(Math.abs(sample.timestamp.getTime() - Date.now()) < 10_000)
   const past = await sandbox.getMetrics({ start: new Date(0), end: new Date(1_000) })
   assert.deepEqual(past, [])
+})
+
+test('snapshots: create, start from, list, delete', async () => {
+  const sandbox = await create()
+  await sandbox.files.write('f', 'then')
+  const snapshot = await sandbox.createSnapshot()
+  await sandbox.files.write('f', 'later')
+  const again = keep(await Sandbox.create(snapshot.snapshotId))
+  assert.equal(await again.files.read('f'), 'then')
+  const listed = await Sandbox.listSnapshots().nextItems()
+  assert.ok(listed.some((found) => found.snapshotId === snapshot.snapshotId))
+  assert.equal(await Sandbox.deleteSnapshot(snapshot.snapshotId), true)
+})
+
+test('network rules, changed: take effect', async () => {
+  const sandbox = await create()
+  await sandbox.updateNetwork({ denyOut: ['0.0.0.0/0'] })
+  const result = await sandbox.commands.run('curl -sm 3 http://1.1.1.1 || echo closed')
+  assert.match(result.stdout, /closed/)
+})
+
+test('network rules by domain (refused): say so', async () => {
+  const network = { allowOut: ['example.org'], denyOut: ['0.0.0.0/0'] }
+  await assert.rejects(create({ network }), /domain name/)
+})
+
+test('pause without memory: keeps files', async () => {
+  const sandbox = await create()
+  await sandbox.files.write('kept', 'yes')
+  await sandbox.pause({ keepMemory: false })
+  await sandbox.connect()
+  assert.equal(await sandbox.files.read('kept'), 'yes')
+})
+
+test('templates: built, found by name, deleted', async () => {
+  const name = `js-${Date.now()}`
+  const steps = Template().fromTemplate('base').runCmd('echo built > /home/user/mark')
+  const built = await Template.build(steps, name)
+  assert.equal(await Template.exists(name), true)
+  const sandbox = keep(await Sandbox.create(name))
+  assert.equal(await sandbox.files.read('mark'), 'built\n')
+  const headers = { 'X-API-Key': process.env.E2B_API_KEY }
+  const gone = await fetch(`${process.env.E2B_API_URL}/templates/${built.templateId}`, { method: 'DELETE', headers })
+  assert.equal(gone.status, 204)
 })
 
 test('kill: once, and then it is gone', async () => {

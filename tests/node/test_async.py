@@ -8,6 +8,7 @@ import pytest
 from e2b import (
     AsyncSandbox,
     AsyncSecret,
+    AsyncTemplate,
     AsyncVolume,
     AuthenticationException,
     CommandExitException,
@@ -284,6 +285,48 @@ async def test_volumes(node: NodeProcess) -> None:
 async def test_volume_mounts_are_refused(node: NodeProcess) -> None:
     with pytest.raises(SandboxException, match=r"501: .*cannot be mounted"):
         await AsyncSandbox.create("base", volume_mounts={"/data": "some-volume"})
+
+
+@compat("snapshots")
+async def test_snapshots(sandbox: AsyncSandbox) -> None:
+    await sandbox.files.write("f", "then")
+    snapshot = await sandbox.create_snapshot()
+    await sandbox.files.write("f", "later")
+    again = await AsyncSandbox.create(snapshot.snapshot_id)
+    assert await again.files.read("f") == "then"
+    assert snapshot.snapshot_id in [found.snapshot_id for found in await AsyncSandbox.list_snapshots().next_items()]
+    assert await AsyncSandbox.delete_snapshot(snapshot.snapshot_id)
+
+
+@compat("network rules, changed")
+async def test_network_rules_change(sandbox: AsyncSandbox) -> None:
+    await sandbox.update_network({"deny_out": ["0.0.0.0/0"]})
+    assert "closed" in (await sandbox.commands.run("curl -sm 3 http://1.1.1.1 || echo closed")).stdout
+
+
+@compat("network rules by domain", "refused")
+async def test_network_rules_by_domain_are_refused(node: NodeProcess) -> None:
+    with pytest.raises(SandboxException, match="domain name"):
+        await AsyncSandbox.create("base", network={"allow_out": ["example.org"], "deny_out": ["0.0.0.0/0"]})
+
+
+@compat("pause without memory")
+async def test_pause_without_memory(sandbox: AsyncSandbox) -> None:
+    await sandbox.files.write("kept", "yes")
+    await sandbox.pause(keep_memory=False)
+    await sandbox.connect()
+    assert await sandbox.files.read("kept") == "yes"
+
+
+@compat("templates")
+async def test_templates_are_built_and_found_by_name(create: Create, api: httpx.Client) -> None:
+    steps = AsyncTemplate().from_template("base").run_cmd("echo built > /home/user/mark")
+    built = await AsyncTemplate.build(steps, "async-built")
+    assert await AsyncTemplate.exists("async-built")
+    sandbox = await AsyncSandbox.create("async-built")
+    assert await sandbox.files.read("mark") == "built\n"
+    await asyncio.to_thread(api.delete, f"/templates/{built.template_id}")
+    assert not await AsyncTemplate.exists("async-built")
 
 
 @compat("many streams at once")

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pexpect
 import pytest
+from e2b import Sandbox
 
 from tests.node.conftest import Create
-from tests.node.javascript import environment, require_node
+from tests.node.javascript import NODE, environment
 from tests.node.process import NodeProcess, wait_for
 
 TIMEOUT = 60  # seconds for one command
@@ -22,7 +23,7 @@ Spawn = Callable[..., "pexpect.spawn[str]"]
 
 @pytest.fixture
 def command(javascript: Path) -> list[str]:
-    return [require_node(), str(javascript / "node_modules/@e2b/cli/dist/index.js")]
+    return [NODE, str(javascript / "node_modules/@e2b/cli/dist/index.js")]
 
 
 @pytest.fixture
@@ -106,6 +107,7 @@ def test_connect_opens_a_terminal_in_a_running_sandbox(spawn: Spawn, create: Cre
     terminal.expect(r"\$ ")
     terminal.sendline("cat there")
     terminal.expect("already")
+    terminal.expect(r"\$ ")  # before that the shell is not reading, and the terminal would swallow the key
     terminal.sendcontrol("d")
     terminal.expect("Closing terminal connection")
     terminal.expect(pexpect.EOF)
@@ -173,6 +175,16 @@ def test_pause_and_resume(run: Run, create: Create) -> None:
     assert sandbox.get_info().state == "paused"
     run("sandbox", "resume", sandbox.sandbox_id)
     assert sandbox.get_info().state == "running"
+
+
+@pytest.mark.compat("CLI", "snapshots", "works")
+def test_snapshots(run: Run, create: Create) -> None:
+    sandbox = create()
+    run("sandbox", "snapshot", "create", sandbox.sandbox_id)
+    (snapshot,) = Sandbox.list_snapshots().next_items()
+    assert snapshot.snapshot_id in run("sandbox", "snapshot", "list").stdout
+    run("sandbox", "snapshot", "delete", snapshot.snapshot_id)
+    assert not Sandbox.list_snapshots().next_items()
 
 
 @pytest.mark.compat("CLI", "kill", "works")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from _pytest.mark import ParameterSet
 
-from tests.node.javascript import SOURCES, environment, require_node
+from tests.node.javascript import NODE, SOURCES, environment
 from tests.node.process import NodeProcess
 
 _NAME = re.compile(r"^test\('([^']+)'", re.MULTILINE)
@@ -32,8 +32,9 @@ def _cases() -> list[ParameterSet]:
 @pytest.fixture(scope="module")
 def results(node: NodeProcess, javascript: Path) -> dict[str, tuple[bool, str]]:
     """Each test's outcome, with the report on it."""
+    files = [file.name for file in sorted(SOURCES.glob("*.test.mjs"))]
     done = subprocess.run(
-        [require_node(), "--test", "--test-concurrency=1", "--test-reporter=tap", "."],
+        [NODE, "--test", "--test-concurrency=1", "--test-reporter=tap", *files],
         cwd=javascript,
         env=environment(node),
         capture_output=True,

@@ -230,7 +230,46 @@ def test_errors(create: Create) -> None:
             call()
 
 
+@compat("snapshots")
+def test_snapshots(create: Create) -> None:
+    sandbox = create()
+    sandbox.files.write("f", "then")
+    snapshot = sandbox.create_snapshot()
+    sandbox.files.write("f", "later")
+    assert create(snapshot.snapshot_id).files.read("f") == "then"
+    assert snapshot.snapshot_id in [found.snapshot_id for found in Sandbox.list_snapshots().next_items()]
+    assert Sandbox.delete_snapshot(snapshot.snapshot_id)
+    assert not Sandbox.delete_snapshot(snapshot.snapshot_id)
+
+
+@compat("network rules, changed")
+def test_network_rules_change(create: Create) -> None:
+    sandbox = create()
+    sandbox.update_network({"deny_out": ["0.0.0.0/0"]})
+    assert "closed" in sandbox.commands.run("curl -sm 3 http://1.1.1.1 || echo closed").stdout
+
+
+@compat("network rules by domain", "refused")
+def test_network_rules_by_domain_are_refused(create: Create) -> None:
+    with pytest.raises(SandboxException, match="domain name"):
+        create(network={"allow_out": ["example.org"], "deny_out": ["0.0.0.0/0"]})
+
+
+@compat("pause without memory")
+def test_pause_without_memory(create: Create) -> None:
+    sandbox = create()
+    sandbox.files.write("kept", "yes")
+    sandbox.commands.run("sleep 300", background=True, timeout=0)
+    sandbox.pause(keep_memory=False)
+    sandbox.connect()
+    assert sandbox.files.read("kept") == "yes"
+    assert not sandbox.commands.list()
+
+
 @compat("templates")
-def test_templates_are_found_by_name(create: Create) -> None:
-    assert Template.exists("base")
+def test_templates_are_built_and_found_by_name(create: Create, api: httpx.Client) -> None:
+    built = Template.build(Template().from_template("base").run_cmd("echo built > /home/user/mark"), "sync-built")
+    assert Template.exists("sync-built")
     assert not Template.exists("no-such-template")
+    assert create("sync-built").files.read("mark") == "built\n"
+    assert api.delete(f"/templates/{built.template_id}").status_code == 204

@@ -13,7 +13,7 @@ from aenv.observability.logs import Line, LogStore
 
 log = structlog.get_logger()
 
-POLL_INTERVAL = 2.0  # seconds; one stat of a file for each running sandbox
+POLL_INTERVAL = 2.0  # seconds; one look at the size of a file for each running sandbox
 
 
 class Recorder:
