@@ -1,6 +1,7 @@
 //! `POST /init`: clock, entropy, identity and defaults, after boot and after every restore. On the resume path.
 
 use crate::app::App;
+use crate::certificates;
 use crate::clock_entropy::{add_entropy, parse_rfc3339, set_clock};
 use crate::codec::decode_base64;
 use crate::http::{blocking, no_content, read_body, HttpError, Request, Response};
@@ -8,6 +9,7 @@ use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::fs;
 use std::io;
+use std::path::Path;
 use std::sync::Arc;
 
 /// The body of the request. Whether the caller may send it was decided by the access token in force until now.
@@ -23,6 +25,7 @@ struct Init {
     hostname: Option<String>,
     sandbox_id: Option<String>,
     template_id: Option<String>,
+    ca_bundle: Option<String>,
 }
 
 fn text(body: &Map<String, Value>, key: &str) -> Result<Option<String>, HttpError> {
@@ -64,6 +67,10 @@ fn parse(data: &[u8]) -> Result<Init, HttpError> {
     if let Some(name) = hostname.as_deref().filter(|n| !valid_hostname(n)) {
         return Err(HttpError::bad(format!("hostname: '{name}' is not a valid name")));
     }
+    let ca_bundle = text(&body, "caBundle")?;
+    if ca_bundle.as_deref().is_some_and(|pem| !certificates::valid(pem)) {
+        return Err(HttpError::bad("caBundle: expected certificates in PEM"));
+    }
     Ok(Init {
         env,
         token: text(&body, "accessToken")?,
@@ -74,6 +81,7 @@ fn parse(data: &[u8]) -> Result<Init, HttpError> {
         hostname,
         sandbox_id: text(&body, "sandboxId")?,
         template_id: text(&body, "templateId")?,
+        ca_bundle,
     })
 }
 
@@ -124,6 +132,11 @@ pub async fn post(app: Arc<App>, request: Request) -> Result<Response, HttpError
         if let Err(e) = written.await? {
             // An image may have a read-only /etc; commands still run.
             eprintln!("envd: writing the identity: {e}");
+        }
+        if let Some(bundle) = init.ca_bundle {
+            // Connections that would fail later, and not say why, are worse than a failed start.
+            let installed = blocking(move || certificates::install(Path::new("/"), &bundle)).await?;
+            installed.map_err(|e| HttpError::io("caBundle", &e))?;
         }
     }
     Ok(no_content())
@@ -194,7 +207,13 @@ mod tests {
         assert_eq!(init.env.unwrap()["A"], "1");
         assert_eq!(init.token, None);
         assert!(parse(b"").unwrap().env.is_none());
-        for bad in [r#"[]"#, r#"{"timestamp":"x"}"#, r#"{"hostname":"a b"}"#, r#"{"envVars":{"A":1}}"#] {
+        for bad in [
+            r#"[]"#,
+            r#"{"timestamp":"x"}"#,
+            r#"{"hostname":"a b"}"#,
+            r#"{"envVars":{"A":1}}"#,
+            r#"{"caBundle":"x"}"#,
+        ] {
             assert!(parse(bad.as_bytes()).is_err(), "{bad}");
         }
     }

@@ -3,6 +3,7 @@
 mod app;
 mod auth;
 mod boot;
+mod certificates;
 mod clock_entropy;
 mod codec;
 mod compose;
