@@ -13,11 +13,15 @@ use hyper_util::server::conn::auto::upgrade::downcast;
 use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr};
 use std::os::fd::AsRawFd as _;
-use tokio::io::{copy_bidirectional_with_sizes, AsyncWriteExt as _};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::tcp::{ReadHalf, WriteHalf};
 use tokio::net::TcpStream;
 
 const PROTOCOL: &str = "tcp";
 const BUFFER: usize = 64 << 10;
+/// What may be a head alone, whose sender waits for an acknowledgement before it sends more.
+const SMALL: usize = 4 << 10;
+const ON: libc::c_int = 1;
 
 pub async fn get(mut request: Request) -> Result<Response, HttpError> {
     let port = Query::of(&request).get("port").and_then(|p| p.parse::<u16>().ok()).filter(|p| *p > 0);
@@ -69,14 +73,37 @@ async fn carry(upgraded: Upgraded, mut target: TcpStream) {
 
 async fn exchange(node: &mut TcpStream, target: &mut TcpStream, early: &Bytes) -> io::Result<()> {
     target.write_all(early).await?;
-    copy_bidirectional_with_sizes(node, target, BUFFER, BUFFER).await?;
+    let (mut from_node, mut to_node) = node.split();
+    let (mut from_target, mut to_target) = target.split();
+    tokio::try_join!(pass(&mut from_node, &mut to_target), pass(&mut from_target, &mut to_node))?;
     Ok(())
+}
+
+/// Passes everything on, and the end.
+async fn pass(from: &mut ReadHalf<'_>, to: &mut WriteHalf<'_>) -> io::Result<()> {
+    let mut buffer = vec![0; BUFFER];
+    loop {
+        let n = from.read(&mut buffer).await?;
+        if n == 0 {
+            return to.shutdown().await;
+        }
+        if n < SMALL {
+            // A program that writes head and body apart, with Nagle's algorithm, waits for this.
+            set(from.as_ref(), libc::IPPROTO_TCP, libc::TCP_QUICKACK, &ON);
+        }
+        to.write_all(&buffer[..n]).await?;
+    }
 }
 
 fn reset_on_close(stream: &TcpStream) {
     let linger = libc::linger { l_onoff: 1, l_linger: 0 };
-    let size = std::mem::size_of_val(&linger) as libc::socklen_t;
-    let value = std::ptr::addr_of!(linger).cast();
-    // SAFETY: `linger` has the given size and outlives the call.
-    unsafe { libc::setsockopt(stream.as_raw_fd(), libc::SOL_SOCKET, libc::SO_LINGER, value, size) };
+    set(stream, libc::SOL_SOCKET, libc::SO_LINGER, &linger);
+}
+
+/// Sets an option; none of these is needed for anything to work.
+fn set<T>(stream: &TcpStream, level: libc::c_int, name: libc::c_int, value: &T) {
+    let size = std::mem::size_of::<T>() as libc::socklen_t;
+    let value: *const T = value;
+    // SAFETY: `value` has the given size and outlives the call.
+    unsafe { libc::setsockopt(stream.as_raw_fd(), level, name, value.cast(), size) };
 }

@@ -16,6 +16,7 @@ from aenv.proxy.headers import Headers
 
 CONNECT_TIMEOUT = 10.0  # seconds; a guest under software emulation can be slow to answer a SYN
 _MAX_OVERHEAD = 256 * 1024  # bytes of heads, interim responses and trailers; the guest is not to be trusted
+_SMALL = 4096  # bytes; what may be a head alone
 _HIGH_WATER = 512 * 1024  # bytes of response body held before the guest is made to wait
 # A guest that vanishes (paused, killed, host network gone) sends no FIN: the kernel finds out within these seconds.
 _USER_TIMEOUT_MS = 30_000
@@ -183,6 +184,8 @@ class UpstreamConnection(asyncio.Protocol):
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self.abort(BrokenError(f"not a valid HTTP response: {error}"))
             return
+        if not self._complete and len(data) < _SMALL:
+            self._acknowledge()
         if self._held == held and not self._complete:
             self._overhead += len(data)
             if self._overhead > _MAX_OVERHEAD:
@@ -192,6 +195,14 @@ class UpstreamConnection(asyncio.Protocol):
             self._read_paused = True
             self._transport.pause_reading()
         self._wake()
+
+    def _acknowledge(self) -> None:
+        # A server that writes head and body apart, with Nagle's algorithm, sends the body only after the head is
+        # acknowledged, which the kernel would do after 40 ms. Python's http.server is one.
+        sock = self._transport.get_extra_info("socket") if self._transport is not None else None
+        if sock is not None:
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
