@@ -121,6 +121,17 @@ async def test_wrong_creations_name_the_field(body: object, named: str) -> None:
     assert fake.specs == []
 
 
+@pytest.mark.parametrize("field", ["metadata", "envVars", "network"])
+@pytest.mark.parametrize("inner", [r'{"\ud800": "x"}', r'{"x": "\ud800"}'])
+async def test_half_a_surrogate_pair_is_a_400(field: str, inner: str) -> None:
+    fake = FakeOrchestrator()
+    async with api(fake) as client:
+        body = f'{{"templateID": "base", "{field}": {inner}}}'
+        response = await client.post("/sandboxes", content=body, headers={"content-type": "application/json"})
+        assert (response.status_code, response.json()["code"]) == (400, 400)
+    assert fake.specs == []
+
+
 async def test_broken_json_is_a_400() -> None:
     async with api(FakeOrchestrator()) as client:
         response = await client.post("/sandboxes", content=b"{", headers={"content-type": "application/json"})

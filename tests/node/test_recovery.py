@@ -155,6 +155,22 @@ def test_a_vm_that_dies_takes_nobody_with_it(create: Create, node: NodeProcess) 
     assert bystander.commands.run("echo fine").stdout == "fine\n"
 
 
+def test_a_vm_that_hangs_does_not_keep_the_node_from_starting(create: Create, node: NodeProcess) -> None:
+    hanging, bystander = create(), create()
+    hanging.files.write("f", "before the pause")
+    hanging.pause()
+    hanging.connect()
+    pid = _vm_pid(node, hanging.sandbox_id)
+    os.kill(pid, signal.SIGSTOP)
+    restart(node)
+    assert bystander.commands.run("echo fine").stdout == "fine\n"
+    assert pid not in node.vm_pids()
+    assert hanging.get_info().state == "paused"
+    hanging.connect()
+    assert hanging.files.read("f") == "before the pause"
+    assert_nothing_leaked(node)
+
+
 def _vm_pid(node: NodeProcess, sandbox_id: str) -> int:
     vm_id = json.loads(node.records("sandboxes")[sandbox_id])["vm_id"]
     for pid in node.vm_pids():

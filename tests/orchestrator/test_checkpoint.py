@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from aenv.errors import GuestUnresponsiveError, VmmError
+from aenv.errors import CapacityError, GuestUnresponsiveError, VmmError
 from aenv.orchestrator import checkpoint
 from aenv.orchestrator.checkpoint import Checkpoints
 from aenv.orchestrator.machines import Machine, Machines
@@ -172,3 +172,34 @@ async def test_what_fails_after_the_swap_does_not_forget_it(setup: Setup, monkey
     setup.steps.failing = set()
     await setup.checkpoints.files.close()
     assert setup.steps.done.count("thaw") == 2
+
+
+def _refuse(_: object) -> None:
+    raise CapacityError("full")
+
+
+@pytest.mark.parametrize("memory_base", ["m1", None])
+async def test_a_pause_that_cannot_be_recorded_lets_the_vm_run_on(setup: Setup, memory_base: str | None) -> None:
+    source = replace(setup.sandbox, memory_base=memory_base)
+    with pytest.raises(CapacityError):
+        await setup.checkpoints.pause_point(source, setup.machine, memory=True, commit=_refuse)
+    assert setup.steps.done == ["stop", "capture", "cont"]
+    assert setup.snapshots_on_disk() == []
+    assert list((setup.layout.home / "memory").iterdir()) == []
+
+
+async def test_a_swapped_disk_is_remembered_when_it_cannot_be_recorded(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(setup.store.layers, "put", _refuse)
+        point = await setup.checkpoints.fork_point(setup.sandbox, setup.machine)
+    assert setup.steps.done[-1] == "cont"
+    disk = setup.store.sandboxes[setup.sandbox.id].disk
+    assert disk is not None
+    assert disk != "l1"
+    with setup.store.transaction():
+        point.record(setup.store)
+    setup.store.close()
+    again = Store(setup.layout.database)
+    assert (again.sandboxes[setup.sandbox.id].disk, again.layers[disk].parent) == (disk, "l1")

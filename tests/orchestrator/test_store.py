@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from aenv.errors import CorruptFileError
+from aenv.errors import CapacityError, CorruptFileError
 from aenv.orchestrator.model import SandboxState
-from aenv.orchestrator.store import Store
+from aenv.orchestrator.store import RESERVE, Store
 from tests.orchestrator.samples import layer, memory, sandbox, snapshot
 
 
@@ -43,7 +43,7 @@ def test_a_failed_transaction_changes_neither_memory_nor_disk(tmp_path: Path) ->
 KILLED_INSIDE_A_TRANSACTION = """
 import os, signal, sys
 from pathlib import Path
-from aenv.orchestrator.store import Store
+from aenv.orchestrator.store import RESERVE, Store
 from tests.orchestrator.samples import sandbox
 store = Store(Path(sys.argv[1]))
 with store.transaction():
@@ -81,3 +81,50 @@ def test_another_schema_version_is_refused(tmp_path: Path) -> None:
     store.close()
     with pytest.raises(CorruptFileError, match="schema version 99"):
         Store(tmp_path / "db")
+
+
+def _stop_growing(store: Store) -> None:
+    """As on a full disk, SQLite answers SQLITE_FULL from now on when the database would have to grow."""
+    (pages,) = store._database.execute("PRAGMA page_count").fetchone()
+    store._database.execute(f"PRAGMA max_page_count = {pages}")
+
+
+def test_a_full_disk_is_a_lack_of_capacity(tmp_path: Path) -> None:
+    store = Store(tmp_path / "db")
+    _stop_growing(store)
+    with pytest.raises(CapacityError), store.transaction():
+        store.sandboxes.put(sandbox("small"))
+        store.sandboxes.put(sandbox("big", metadata={"x": "y" * 2 * RESERVE}))
+    for reader in (store, Store(tmp_path / "db")):
+        assert not reader.sandboxes.rows
+
+
+def test_sandboxes_can_be_deleted_when_the_disk_is_full(tmp_path: Path) -> None:
+    store = Store(tmp_path / "db")
+    with store.transaction():
+        store.sandboxes.put(sandbox("s"))
+    _stop_growing(store)
+    log = tmp_path / "db-wal"
+    size = log.stat().st_size
+    assert size >= RESERVE
+    for state in (SandboxState.PAUSING, SandboxState.RUNNING, SandboxState.DELETING) * 50:
+        with store.transaction():
+            store.sandboxes.put(sandbox("s", state=state))
+    with store.transaction():
+        store.sandboxes.delete("s")
+    assert log.stat().st_size == size, "what was reserved is written over"
+
+
+def test_what_could_not_be_written_is_written_with_the_next_transaction(tmp_path: Path) -> None:
+    store = Store(tmp_path / "db")
+    store.sandboxes.remember(sandbox("s"))
+    assert store.sandboxes["s"] == sandbox("s")
+    assert not Store(tmp_path / "db").sandboxes.rows
+    with pytest.raises(ZeroDivisionError), store.transaction():
+        raise ZeroDivisionError
+    with store.transaction():
+        store.layers.put(layer("l1"))
+    assert set(Store(tmp_path / "db").sandboxes.rows) == {"s"}
+    with store.transaction():
+        store.sandboxes.delete("s")
+    assert not Store(tmp_path / "db").sandboxes.rows

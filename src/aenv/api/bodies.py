@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
-from aenv.api.schemas import _Model
+from aenv.api.schemas import Text, _Model
 
 Label = Annotated[str, StringConstraints(strict=True, min_length=1, max_length=256)]
 LevelName = Literal["debug", "info", "warn", "error"]
@@ -140,7 +140,7 @@ class Node(_Model):
 
 
 SecretValue = Annotated[str, StringConstraints(strict=True, min_length=1, max_length=64 * 1024)]
-SecretMetadata = Annotated[dict[str, str], Field(max_length=32)]
+SecretMetadata = Annotated[dict[Text, Text], Field(max_length=32)]
 
 
 class NewSecret(_Model):

@@ -87,6 +87,8 @@ def describe(error: Exception) -> Error:
 
 
 def respond(error: Error, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    # What a message quotes may be half of a surrogate pair, which no answer can carry.
+    error = error.model_copy(update={"message": error.message.encode("utf-8", "replace").decode()})
     merged = {**_RETRY_HEADERS.get(error.code, {}), **(headers or {})}
     return JSONResponse(error.model_dump(exclude_none=True), status_code=error.code, headers=merged)
 

@@ -3,7 +3,16 @@
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, StrictBool, StrictInt, StringConstraints
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    StringConstraints,
+)
 from pydantic.alias_generators import to_camel
 
 from aenv.api.errors import Error
@@ -22,9 +31,16 @@ class _Model(BaseModel):
     model_config = ConfigDict(alias_generator=_alias, populate_by_name=True, serialize_by_alias=True)
 
 
+def _unicode(text: str) -> str:
+    """JSON can spell half of a surrogate pair; as a key of an object pydantic lets it pass."""
+    if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise ValueError("is not Unicode text")
+    return text
+
+
 State = Literal["running", "paused"]
 PauseMode = Literal["full", "filesystem"]
-Text = Annotated[str, StringConstraints(strict=True)]
+Text = Annotated[str, StringConstraints(strict=True), AfterValidator(_unicode)]
 Name = Annotated[str, StringConstraints(strict=True, min_length=1, max_length=256)]
 
 

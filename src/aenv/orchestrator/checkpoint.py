@@ -8,14 +8,14 @@ cut.
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 import structlog
 
-from aenv.errors import AenvError, GuestUnresponsiveError
+from aenv.errors import AenvError, CapacityError, GuestUnresponsiveError
 from aenv.orchestrator.files import SnapshotFiles
 from aenv.orchestrator.machines import Machine, Machines
 from aenv.orchestrator.model import Sandbox
@@ -23,7 +23,7 @@ from aenv.orchestrator.records import new_layer
 from aenv.orchestrator.store import Store
 from aenv.snapshot.model import MemoryBase, Snapshot
 from aenv.storage.layout import Layout, allocated_bytes, remove
-from aenv.storage.lsmt import compose
+from aenv.storage.lsmt import compose, disk_errors
 from aenv.vmm.protocol import Fingerprint, MachineShape
 
 log = structlog.get_logger()
@@ -57,15 +57,29 @@ class Checkpoints:
     def collect_garbage(self) -> None:
         self.files.collect_garbage()
 
-    async def pause_point(self, sandbox: Sandbox, machine: Machine, *, memory: bool) -> Checkpoint:
-        """Stop the VM and capture it; it stays stopped. On failure it runs on.
+    async def pause_point(
+        self,
+        sandbox: Sandbox,
+        machine: Machine,
+        *,
+        memory: bool,
+        commit: Callable[[Checkpoint], None] = lambda _: None,
+    ) -> Checkpoint:
+        """Stop the VM, capture it and ``commit`` that to the records; it stays stopped. On failure it runs on.
 
         Raises GuestUnresponsiveError when ``memory`` is not kept and the guest cannot be asked to settle its disk.
         """
         snapshot_id = secrets.token_hex(10)
         async with self._stopped(sandbox, machine, snapshot_id, settle=not memory):
             delta = await self._capture(machine, snapshot_id) if memory else None
-            return await self._finished(snapshot_id, sandbox, delta, owner=sandbox.id)
+            point = await self._finished(snapshot_id, sandbox, delta, owner=sandbox.id)
+            try:
+                commit(point)
+            except BaseException:
+                if point.base is not None:
+                    self._layout.memory(point.base.id).unlink(missing_ok=True)
+                raise
+            return point
 
     async def fork_point(self, sandbox: Sandbox, machine: Machine, *, memory: bool = True) -> Checkpoint:
         """Capture a running sandbox in place: its disk is frozen, and it runs on upon a new layer.
@@ -82,9 +96,13 @@ class Checkpoints:
             await machine.vm.rebase_disk(self._layout.layer(layer))
         # Whatever happens from here on, the VM writes to the new layer.
         current = self._store.sandboxes[sandbox.id]
-        with self._store.transaction():
-            self._store.layers.put(layer)
-            self._store.sandboxes.put(replace(current, disk=layer.id))
+        try:
+            with self._store.transaction():
+                self._store.layers.put(layer)
+                self._store.sandboxes.put(replace(current, disk=layer.id))
+        except CapacityError:
+            self._store.layers.remember(layer)
+            self._store.sandboxes.remember(replace(current, disk=layer.id))
         try:
             await machine.vm.cont()
             if not memory:
@@ -102,7 +120,8 @@ class Checkpoints:
         self, sandbox: Sandbox, machine: Machine, snapshot_id: str, *, settle: bool
     ) -> AsyncIterator[None]:
         """The VM stopped, with ``settle`` its disk in order. It runs on if anything fails, and no file is left."""
-        self._layout.snapshot(snapshot_id).mkdir(mode=0o700)
+        with disk_errors(self._layout.snapshot(snapshot_id)):
+            self._layout.snapshot(snapshot_id).mkdir(mode=0o700)
         try:
             if settle:
                 await self._machines.freeze(sandbox, machine)

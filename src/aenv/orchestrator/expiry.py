@@ -50,6 +50,10 @@ class Expiry:
     async def _run(self, sandbox_id: str) -> None:
         try:
             await self._expire(sandbox_id)
-        except AenvError as error:
-            log.error("expiry failed; will try again", sandbox=sandbox_id, error=str(error), retry_s=RETRY)
+        except Exception as error:  # whatever it was: a sandbox that never ends would be worse
+            known = isinstance(error, AenvError)
+            text = str(error) if known else repr(error)
+            log.error(
+                "expiry failed; will try again", sandbox=sandbox_id, error=text, retry_s=RETRY, exc_info=not known
+            )
             self._arm(sandbox_id, RETRY)

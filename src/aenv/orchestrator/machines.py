@@ -145,6 +145,7 @@ class Machines:
         except BaseException:
             await asyncio.shield(self._pool.discard(lease))
             self._layout.layer(layer).unlink(missing_ok=True)
+            remove(self._layout.vms / lease.vm.id)
             raise
 
     async def _boot(self, sandbox: Sandbox, snapshot: Snapshot, layer: DiskLayer) -> Lease:

@@ -89,8 +89,12 @@ class Node:
                 lifecycle.require_wakeable(sandbox)
                 await self.connect(sandbox_id, sandbox.timeout)
                 continue
-            async with self._locked(sandbox_id):
-                pass  # a transition is under way; look again when it is over
+            async with self._locked(sandbox_id):  # a transition is under way; look again when it is over
+                sandbox = self._visible(sandbox_id)
+                runs = sandbox.state is SandboxState.RUNNING and self._machines.get(sandbox_id) is not None
+                if not runs and sandbox.state is not SandboxState.PAUSED:
+                    # Nobody is at work on it, so waiting would never end.
+                    raise SandboxUnreachableError(f"Sandbox {sandbox_id} is {sandbox.state} and has no VM.")
 
     # -- lifecycle --------------------------------------------------------------------------------------
 
@@ -98,15 +102,19 @@ class Node:
         lifecycle.check_timeout(spec.timeout, self._settings.max_timeout)
         origin = self._origin(spec.template)
         snapshot = self._store.snapshots[origin.snapshot_id]
-        self._capacity.take(1)
         now = datetime.now(UTC)
         child = records.created(spec, origin, snapshot, now)
-        with self._store.transaction():
-            self._put(child)
-            if isinstance(origin, Template):
-                stored = self._store.templates[origin.id]  # ``origin`` may be another build of it
-                used = replace(stored, spawn_count=stored.spawn_count + 1, last_spawned_at=now)
-                self._store.templates.put(used)
+        self._capacity.take(1)
+        try:
+            with self._store.transaction():
+                self._put(child)
+                if isinstance(origin, Template):
+                    stored = self._store.templates[origin.id]  # ``origin`` may be another build of it
+                    used = replace(stored, spawn_count=stored.spawn_count + 1, last_spawned_at=now)
+                    self._store.templates.put(used)
+        except BaseException:
+            self._capacity.give_back()
+            raise
         async with self._locked(child.sandbox.id):
             return await self._transitions.start(child, snapshot, wait=True)
 

@@ -6,10 +6,13 @@ layer that a VM writes to is asked from the VM itself, because the server may ha
 disk and recording the new layer.
 """
 
+import asyncio
 from dataclasses import replace
+from pathlib import Path
 
 import structlog
 
+from aenv.errors import VmmError
 from aenv.network.errors import NetworkError
 from aenv.network.pool import SlotPool
 from aenv.network.slot import NetworkSlot
@@ -35,8 +38,9 @@ async def find_vms(store: Store, vmm: Vmm) -> dict[str, Vm]:
         if s.vm_id and s.state in (SandboxState.RUNNING, SandboxState.PAUSING)
     }
     found: dict[str, Vm] = {}
-    for vm_id in vmm.known():
-        vm = await vmm.adopt(vm_id)
+    known = vmm.known()
+    # Together: each waits a while for a process that hangs.
+    for vm_id, vm in zip(known, await asyncio.gather(*map(vmm.adopt, known)), strict=True):
         if vm is None:
             continue
         if (owner := owners.get(vm_id)) is not None:
@@ -53,15 +57,16 @@ async def recover(
     """Bring every record to a stable state; the sandboxes that run again. ``slots`` must be started."""
     running: list[Sandbox] = []
     for sandbox in list(store.sandboxes.rows.values()):
-        vm, slot = await _surviving(sandbox, vms, slots)
+        survivor = await _surviving(sandbox, vms, slots)
         snapshot = store.snapshots.get(sandbox.snapshot_id or "")
         owned = snapshot is not None and snapshot.owner == sandbox.id
-        decision = lifecycle.recover(sandbox, vm_alive=vm is not None, has_own_snapshot=owned)
+        decision = lifecycle.recover(sandbox, vm_alive=survivor is not None, has_own_snapshot=owned)
         if decision is not Recovery.KEEP:
             log.info("recovering", sandbox=sandbox.id, was=str(sandbox.state), decision=decision.name.lower())
         if decision is Recovery.ADOPT:
-            assert vm is not None and slot is not None
-            adopted = await _adopt(store, sandbox, vm)
+            assert survivor is not None
+            vm, slot, disk = survivor
+            adopted = await _adopt(store, sandbox, vm, disk)
             # The last server may have died before it could tell the guest its token: one that was restored has that
             # of its snapshot, one that booted has none.
             tokens = [adopted.envd_access_token, snapshot.guest_token if snapshot else None, None]
@@ -87,29 +92,30 @@ async def recover(
     return running
 
 
-async def _surviving(
-    sandbox: Sandbox, vms: dict[str, Vm], slots: SlotPool
-) -> tuple[Vm, NetworkSlot] | tuple[None, None]:
-    """The VM that outlived the server and its slot, with the recorded policy in force; a VM without one is ended.
+async def _surviving(sandbox: Sandbox, vms: dict[str, Vm], slots: SlotPool) -> tuple[Vm, NetworkSlot, Path] | None:
+    """The VM that outlived the server, its slot with the recorded policy in force, and the disk file it writes to.
 
-    The last server may have died between recording a policy and applying it.
+    A VM without a slot, or that does not answer, is ended. The last server may have died between recording a policy
+    and applying it.
     """
     vm = vms.get(sandbox.id)
     if vm is None or sandbox.slot is None:
-        return None, None
+        return None
+    slot = None
     try:
         slot = slots.adopt(sandbox.slot)
         await slots.apply_policy(slot, egress_policy(sandbox.egress))
-        return vm, slot
-    except NetworkError as error:
-        log.error("ending a VM that lost its network", sandbox=sandbox.id, vm=vm.id, error=str(error))
+        return vm, slot, await vm.disk()
+    except (NetworkError, VmmError) as error:
+        log.error("ending a VM that cannot be taken over", sandbox=sandbox.id, vm=vm.id, error=str(error))
         await vms.pop(sandbox.id).kill()
-        return None, None
+        if slot is not None:
+            await slots.release(slot)
+        return None
 
 
-async def _adopt(store: Store, sandbox: Sandbox, vm: Vm) -> Sandbox:
+async def _adopt(store: Store, sandbox: Sandbox, vm: Vm, disk: Path) -> Sandbox:
     """Record the disk layer that the VM writes to, and let it run on if it was stopped for a capture."""
-    disk = await vm.disk()
     adopted = replace(sandbox, state=SandboxState.RUNNING, disk=disk.stem)
     with store.transaction():
         if disk.stem not in store.layers.rows:

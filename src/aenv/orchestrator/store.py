@@ -14,12 +14,13 @@ from typing import Generic, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from aenv.errors import CorruptFileError
+from aenv.errors import CapacityError, CorruptFileError
 from aenv.orchestrator.builds import Build, CachedLayer
 from aenv.orchestrator.model import Sandbox, SavedSnapshot, Template
 from aenv.snapshot.model import DiskLayer, MemoryBase, Snapshot
 
 SCHEMA_VERSION = 1
+RESERVE = 4 << 20  # bytes; SQLite starts its log of changes over at about this size
 
 Record = TypeVar("Record", Sandbox, Template, SavedSnapshot, Snapshot, DiskLayer, MemoryBase, Build, CachedLayer)
 
@@ -36,6 +37,7 @@ class Table(Generic[Record]):
         self.on_change: Callable[[Record | None, Record | None], None] | None = None
         database.execute(f"CREATE TABLE IF NOT EXISTS {name} (id TEXT PRIMARY KEY, doc TEXT NOT NULL) WITHOUT ROWID")
         self._rows: dict[str, Record] = {}
+        self._unwritten: set[str] = set()
         for key, doc in database.execute(f"SELECT id, doc FROM {name}"):
             try:
                 self._rows[key] = self._adapter.validate_json(doc)
@@ -57,12 +59,25 @@ class Table(Generic[Record]):
 
     def put(self, record: Record) -> None:
         self._require_transaction()
+        self._write(record)
+        self._undo.append((record.id, self._rows.get(record.id)))
+        self._rows[record.id] = record
+
+    def remember(self, record: Record) -> None:
+        """What is true and could not be written: in memory now, in the database with the next transaction."""
+        self._rows[record.id] = record
+        self._unwritten.add(record.id)
+
+    def write_remembered(self) -> None:
+        for key in self._unwritten:
+            if (record := self._rows.get(key)) is not None:
+                self._write(record)
+
+    def _write(self, record: Record) -> None:
         self._database.execute(
             f"INSERT INTO {self._name} (id, doc) VALUES (?, ?) ON CONFLICT (id) DO UPDATE SET doc = excluded.doc",
             (record.id, self._adapter.dump_json(record).decode()),
         )
-        self._undo.append((record.id, self._rows.get(record.id)))
-        self._rows[record.id] = record
 
     def delete(self, key: str) -> None:
         self._require_transaction()
@@ -78,6 +93,7 @@ class Table(Generic[Record]):
         for key, before in self._undo:
             changed.setdefault(key, before)
         self._undo.clear()
+        self._unwritten.clear()
         if self.on_change is not None:
             for key, before in changed.items():
                 self.on_change(before, self._rows.get(key))
@@ -124,19 +140,38 @@ class Store:
             self.builds,
             self.build_cache,
         )
+        self._reserve()
+
+    def _reserve(self) -> None:
+        """Let the files take now what later changes need, so that sandboxes can be deleted when the disk is full."""
+        try:
+            with self.transaction():
+                self._database.execute("CREATE TABLE IF NOT EXISTS reserve (filler BLOB)")
+                self._database.execute("INSERT INTO reserve VALUES (zeroblob(?))", (RESERVE,))
+                self._database.execute("DELETE FROM reserve")
+            self._database.execute("PRAGMA wal_checkpoint(RESTART)")
+        except CapacityError:
+            pass  # full already: records can be written as long as there is room
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """All writes inside become durable and visible together; an exception undoes them in both places."""
+        """All writes inside become durable and visible together; an exception undoes them in both places.
+
+        Raises CapacityError when the disk is full.
+        """
         self._database.execute("BEGIN IMMEDIATE")
         try:
+            for table in self._tables:
+                table.write_remembered()
             yield
             self._database.execute("COMMIT")
-        except BaseException:
+        except BaseException as error:
             if self._database.in_transaction:
                 self._database.execute("ROLLBACK")
             for table in self._tables:
                 table.rolled_back()
+            if isinstance(error, sqlite3.OperationalError) and error.sqlite_errorcode == sqlite3.SQLITE_FULL:
+                raise CapacityError("No room left to write the node's database.", "Free disk space.") from error
             raise
         for table in self._tables:
             table.committed()

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 
 import structlog
 
-from aenv.errors import AenvError, ConflictError, SandboxNotFoundError
+from aenv.errors import AenvError, CapacityError, ConflictError, SandboxNotFoundError
 from aenv.orchestrator import lifecycle, records
 from aenv.orchestrator.capacity import Capacity
 from aenv.orchestrator.checkpoint import Checkpoint, Checkpoints
@@ -112,19 +112,32 @@ class Transitions:
         self.save(lifecycle.move(sandbox, SandboxState.PAUSING))
         self.expiry.forget(sandbox.id)
         try:
-            checkpoint = await self._checkpoints.pause_point(sandbox, machine, memory=memory)
+            checkpoint = await self._checkpoints.pause_point(sandbox, machine, memory=memory, commit=self._paused)
         except BaseException:
-            self.save(sandbox)
+            self._take_back(sandbox)
             raise
-        snapshot = checkpoint.snapshot
-        paused = records.rolled_back(replace(self._store.sandboxes[sandbox.id], snapshot_id=snapshot.id), snapshot)
-        with self._store.transaction():
-            checkpoint.record(self._store)
-            self._store.sandboxes.put(paused)
+        paused = self._store.sandboxes[sandbox.id]
         self._machines.retire(sandbox.id)
         self._capacity.give_back()
-        self._checkpoints.files.tidy(paused, snapshot)
+        self._checkpoints.files.tidy(paused, checkpoint.snapshot)
         return paused
+
+    def _paused(self, checkpoint: Checkpoint) -> None:
+        """Record that the owner of a pause's snapshot is paused in it."""
+        snapshot = checkpoint.snapshot
+        assert snapshot.owner is not None
+        sandbox = replace(self._store.sandboxes[snapshot.owner], snapshot_id=snapshot.id)
+        with self._store.transaction():
+            checkpoint.record(self._store)
+            self._store.sandboxes.put(records.rolled_back(sandbox, snapshot))
+
+    def _take_back(self, sandbox: Sandbox) -> None:
+        """The record before a transition that was undone. Should it not be written, a restart undoes the same."""
+        try:
+            self.save(sandbox)
+        except CapacityError:
+            self._store.sandboxes.remember(sandbox)
+            self.expiry.watch(sandbox)
 
     async def resume(self, sandbox: Sandbox, timeout: int, *, reboot: bool = False) -> Sandbox:
         """Run a paused sandbox again; ``reboot`` ignores the memory that its pause kept."""

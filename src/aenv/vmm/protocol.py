@@ -138,7 +138,10 @@ class Vmm(Protocol):
         """Cold-boot the node's kernel and initramfs on ``disk``; ``parameters`` go on the kernel command line."""
 
     async def adopt(self, vm_id: str) -> Vm | None:
-        """The VM of that id if its process still runs, else None (and its leftovers are removed)."""
+        """The VM of that id if its process still runs, else None (and its leftovers are removed).
+
+        A process that runs and does not answer is ended: one that hangs must not keep the node from starting.
+        """
 
     def known(self) -> list[str]:
         """Ids of all VMs that have runtime files, running or not."""

@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import structlog
+
 from aenv.errors import CapacityError, VmmError
 from aenv.storage import qcow2
 from aenv.storage.lsmt import disk_errors
@@ -32,7 +34,10 @@ from aenv.vmm.protocol import (
 )
 from aenv.vmm.qmp import QmpClient, QmpCommandError
 
+log = structlog.get_logger()
+
 T = TypeVar("T")
+ADOPT_TIMEOUT = 30.0  # seconds until a process that was found counts as hung
 LAUNCH_TIMEOUT = 30.0  # seconds until a new process answers QMP; 25 ms on an idle host
 STATE_TIMEOUT = 60.0  # seconds for saving or loading device state; 1 ms on an idle host
 RECORD = "process.json"
@@ -320,10 +325,11 @@ class QemuVmm:
             await self._blocking(self._sweep, vm_id)
             return None
         try:
-            qmp = await QmpClient.connect(directory / QMP_SOCKET)
-        except VmmError:
+            qmp = await QmpClient.connect(directory / QMP_SOCKET, ADOPT_TIMEOUT)
+        except VmmError as error:
             if proc.alive:
-                raise
+                log.error("ending a VM that cannot be taken over", vm=vm_id, pid=proc.pid, error=str(error))
+                proc.send(signal.SIGKILL)
             await proc.wait()
             await self._blocking(self._sweep, vm_id)
             return None
