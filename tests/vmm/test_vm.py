@@ -277,6 +277,47 @@ async def test_a_full_disk_leaves_the_vm_as_it_was(
     await vm.capture(tmp_path / "state", tmp_path / "delta")
 
 
+async def test_a_guest_waits_while_the_disk_is_full(children: Children, frozen: Frozen, small_disk: Path) -> None:
+    """An I/O error would shut its file system down for good, as ext4 does when its journal cannot be written."""
+    vm = await children.spawn("a")
+    overlay = small_disk / "a.qcow2"
+    qcow2.create_overlay(overlay, frozen.disk)
+    await vm.restore(frozen.memory, frozen.state, overlay)
+    assert await ask(vm, "ping") == "pong"
+    filler = small_disk / "filler"
+    with pytest.raises(OSError, match="No space"), filler.open("wb") as file:
+        file.write(bytes(4 << 20))
+    writing = asyncio.create_task(ask(vm, "dwrite 1 9"))
+    await asyncio.sleep(3)
+    assert not writing.done() and vm.alive
+    filler.unlink()
+    assert await ask(vm, "dsum 1") == await writing
+
+
+async def test_a_guest_captured_while_the_disk_is_full_writes_on_elsewhere(
+    children: Children, frozen: Frozen, small_disk: Path, tmp_path: Path
+) -> None:
+    vm = await children.spawn("a")
+    overlay = small_disk / "a.qcow2"
+    qcow2.create_overlay(overlay, frozen.disk)
+    await vm.restore(frozen.memory, frozen.state, overlay)
+    assert await ask(vm, "ping") == "pong"
+    with pytest.raises(OSError, match="No space"), (small_disk / "filler").open("wb") as file:
+        file.write(bytes(4 << 20))
+    writing = asyncio.create_task(ask(vm, "dwrite 1 9", 20))
+    await asyncio.sleep(2)
+    await vm.stop()
+    await vm.capture(tmp_path / "state", tmp_path / "delta")
+    await vm.kill()
+    await asyncio.gather(writing, return_exceptions=True)
+    again = await children.spawn("b")
+    qcow2.create_overlay(tmp_path / "b.qcow2", overlay)
+    await again.restore(MemoryImage(frozen.memory.base, tmp_path / "delta"), tmp_path / "state", tmp_path / "b.qcow2")
+    other = await children.restore("c", frozen)
+    expected = await ask(other, "dwrite 1 9")
+    assert await ask(again, "dsum 1") == expected
+
+
 async def test_a_snapshot_of_another_size_is_refused(children: Children, frozen: Frozen, tmp_path: Path) -> None:
     vm = await children.spawn("a", replace(SHAPE, memory_mib=SHAPE.memory_mib * 2))
     qcow2.create_overlay(tmp_path / "a.qcow2", frozen.disk)

@@ -39,6 +39,7 @@ log = structlog.get_logger()
 T = TypeVar("T")
 ADOPT_TIMEOUT = 30.0  # seconds until a process that was found counts as hung
 LAUNCH_TIMEOUT = 30.0  # seconds until a new process answers QMP; 25 ms on an idle host
+FULL_RETRY = 1.0  # seconds until a VM that met a full disk tries its write again
 STATE_TIMEOUT = 60.0  # seconds for saving or loading device state; 1 ms on an idle host
 RECORD = "process.json"
 QMP_SOCKET = "qmp.sock"
@@ -94,6 +95,10 @@ class QemuVm:
         self._qmp = qmp
         self._executor = executor
         self._stopped_at: float | None = None
+        self._held = False  # stopped by us, so that nothing but ``cont`` may let it run
+        self._met_full_disk = False
+        self._retry: asyncio.TimerHandle | None = None
+        qmp.subscribe(self._on_event)
         self._mapping: ram.Mapping | None = None
 
     @property
@@ -162,6 +167,7 @@ class QemuVm:
         qmp.send("cont")  # its answer can wait for the emulator's first translation
 
     async def stop(self) -> None:
+        self._held = True
         await self._qmp.execute("stop")
         if self._stopped_at is None:
             self._stopped_at = time.monotonic()
@@ -171,7 +177,20 @@ class QemuVm:
         future = self._qmp.send("cont")
         if future.done():
             await future
-        self._stopped_at = None
+        self._held, self._stopped_at = False, None
+
+    def _on_event(self, name: str, data: Mapping[str, Any]) -> None:
+        """When the host's disk is full QEMU stops the VM and keeps the write. It runs on as soon as there is room."""
+        if name == "BLOCK_IO_ERROR" and data.get("nospace") and data.get("action") == "stop" and self._retry is None:
+            if not self._met_full_disk:
+                log.error("the host's disk is full; the VM stands still until there is room", vm=self._id)
+            self._met_full_disk = True
+            self._retry = asyncio.get_running_loop().call_later(FULL_RETRY, self._try_again)
+
+    def _try_again(self) -> None:
+        self._retry = None
+        if not self._held:
+            self._qmp.send("cont")
 
     async def capture(self, state: Path, delta: Path) -> CaptureStats:
         began = self._stopped_at if self._stopped_at is not None else time.monotonic()

@@ -150,7 +150,7 @@ def command(
             "-kernel", str(boot.kernel), "-initrd", str(boot.initramfs), "-append", boot.parameters,
         ]  # fmt: skip
     # report: when the host's disk is full the guest sees an I/O error; by default QEMU would stop the VM silently.
-    argv += ["-device", f"virtio-blk-device,drive={ROOT_NODE},werror=report,rerror=report"]
+    argv += ["-device", f"virtio-blk-device,drive={ROOT_NODE},werror=enospc,rerror=report"]
     if network is not None:
         tap = f"tap,id=net,ifname={escape(network.tap)},script=no,downscript=no"
         argv += ["-netdev", tap, "-device", f"virtio-net-device,netdev=net,mac={network.mac}"]
