@@ -87,7 +87,7 @@ async def test_exhaustion_is_typed_and_ends_with_a_release(lab: Lab) -> None:
     pool = lab.pool(lab.settings(size=30), warm=8)
     await pool.start()
     slots = [await pool.acquire(), await pool.acquire()]
-    with pytest.raises(NetworkExhausted, match="pool_cidr"):
+    with pytest.raises(NetworkExhausted, match="slot_cidr"):
         await pool.acquire()
     await pool.release(slots[0])
     assert (await pool.acquire()).index == slots[0].index
