@@ -9,7 +9,6 @@ from pathlib import Path
 
 import structlog
 
-from aenv.errors import AenvError
 from aenv.network.pool import SlotPool
 from aenv.network.slot import NetworkSlot
 from aenv.vmm.protocol import MachineShape, NetworkAttachment, Vm, Vmm
@@ -117,6 +116,6 @@ class VmPool:
             while len(self._ready) < self._warm:
                 try:
                     self._ready.append(await self._spawn(self._shape))
-                except AenvError as error:
-                    log.warning("vm pool cannot be refilled", error=str(error))
+                except Exception as error:  # whatever it was: without its refiller the pool stays empty for good
+                    log.warning("vm pool cannot be refilled", error=repr(error))
                     await asyncio.sleep(REFILL_RETRY)

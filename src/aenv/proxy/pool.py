@@ -31,7 +31,7 @@ class SandboxPool:
         self._idle: dict[int, list[UpstreamConnection]] = {}
         self._busy: dict[UpstreamConnection, int] = {}
         self._attached: set[asyncio.Transport] = set()
-        self._opening = 0
+        self._opening: set[asyncio.Task[object]] = set()
         self._closed = False
         self._loop = asyncio.get_running_loop()
 
@@ -55,11 +55,20 @@ class SandboxPool:
 
     async def dial(self, factory: Callable[[], P], port: int) -> P:
         """A new connection to ``port``, which is the caller's alone. Raises ConnectError."""
-        self._opening += 1
+        if self._closed:
+            raise ConnectError(_ENDED, refused=False)
+        # A task of its own, so that ``close`` can end it: a SYN to a VM that is gone is never answered.
+        task = asyncio.create_task(dial(factory, self.host, port, self._token))
+        self._opening.add(task)
         try:
-            return await dial(factory, self.host, port, self._token)
+            return await task
+        except asyncio.CancelledError:
+            if self._closed and task.cancelled():
+                raise ConnectError(_ENDED, refused=False) from None
+            task.cancel()
+            raise
         finally:
-            self._opening -= 1
+            self._opening.discard(task)
 
     def release(self, connection: UpstreamConnection) -> None:
         """Take a connection back; it is kept when the last exchange left it clean, else closed."""
@@ -85,6 +94,8 @@ class SandboxPool:
     def close(self) -> None:
         """Abort everything. Connections still in use are not taken back afterwards."""
         self._closed = True
+        for task in self._opening:
+            task.cancel()
         for idle in self._idle.values():
             for connection in idle:
                 connection.abort()
