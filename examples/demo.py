@@ -4,6 +4,7 @@ The node keeps running afterwards; `make stop` ends it. What this prints are wal
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import TypeVar
 
 import httpx
 from rich.console import Console
+from rich.live import Live
 from rich.table import Table
 
 CHILDREN = 16
@@ -26,9 +28,15 @@ PORT = int(os.environ.get("AENV_PORT", "8000"))
 URL = f"http://127.0.0.1:{PORT}"
 PID_FILE = HOME / "demo-server.pid"
 LOG_FILE = HOME / "demo-server.log"
+LOG_PREFIX = re.compile(r"^\S+ \[(info +\] )?")  # time and level of a line of the log; other levels than info stay
 
 console = Console(highlight=False)
 Result = TypeVar("Result")
+
+
+def say(text: str) -> None:
+    """Print a line that only the terminal itself may break, so that paths and commands can be copied."""
+    console.print(text, soft_wrap=True)
 
 
 def healthy() -> bool:
@@ -41,14 +49,14 @@ def healthy() -> bool:
 def start_node() -> None:
     """Start `aenv-server` in the background unless it answers already, showing its log until it is ready."""
     if healthy():
-        console.print(f"[bold]node[/]      already running at {URL}")
+        say(f"[bold]node[/]      already running at {URL}")
         return
     HOME.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     server = Path(sys.executable).parent / "aenv-server"
     with LOG_FILE.open("w") as log:
         process = subprocess.Popen(
-            [server, "--home", HOME, "--port", str(PORT)],
+            [server, "--home", HOME, "--port", str(PORT), "--stop-sandboxes"],
             env={**os.environ, "AENV_LOG_FORMAT": "console"},
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -56,24 +64,37 @@ def start_node() -> None:
             start_new_session=True,
         )
     PID_FILE.write_text(str(process.pid))
-    console.print(f"[bold]node[/]      starting aenv-server (pid {process.pid}, log {LOG_FILE})")
-    shown = 0
-    while not healthy():
-        if process.poll() is not None:
-            sys.exit(f"aenv-server ended with status {process.returncode}:\n{LOG_FILE.read_text()[-2000:]}")
-        if time.monotonic() - started > START_DEADLINE:
-            sys.exit(f"aenv-server was not ready after {START_DEADLINE:.0f} s; see {LOG_FILE}")
+    say(f"[bold]node[/]      starting aenv-server (pid {process.pid}, log {LOG_FILE})")
+    shown, ready = 0, False
+    while not ready:
+        ended, ready = process.poll() is not None, healthy()
+        seconds = time.monotonic() - started
         text = LOG_FILE.read_text()
-        for line in text[shown:].splitlines(keepends=True):
-            if line.endswith("\n"):
-                shown += len(line)
-                console.print(f"          {line.rstrip()}", style="dim", markup=False)
+        complete = text.rfind("\n") + 1
+        for line in text[shown:complete].splitlines():
+            console.print(f"{seconds:8.1f} s  {LOG_PREFIX.sub('', line)}", style="dim", markup=False, soft_wrap=True)
+        shown = complete
+        if ended:
+            sys.exit(f"demo: aenv-server ended with status {process.returncode}; its log is {LOG_FILE}")
+        if seconds > START_DEADLINE:
+            sys.exit(f"demo: aenv-server was not ready after {START_DEADLINE:.0f} s; its log is {LOG_FILE}")
         time.sleep(0.1)
-    console.print(f"[bold]node[/]      ready at {URL} after {time.monotonic() - started:.1f} s")
+    say(f"[bold]node[/]      ready at {URL} after {time.monotonic() - started:.1f} s")
+
+
+def api_key() -> str:
+    """The key of the node that answers, which may have been started on another home."""
+    file = HOME / "api-key"
+    key = os.environ.get("AENV_API_KEY") or (file.read_text().strip() if file.exists() else "")
+    if httpx.get(f"{URL}/nodes", headers={"X-API-Key": key}, timeout=10).status_code == 401:
+        sys.exit(
+            f"demo: the node at {URL} has another key than {file}: set AENV_HOME to its home, or another AENV_PORT"
+        )
+    return key
 
 
 def stop_node() -> None:
-    """End the demo's node. Sandboxes of the demo are killed by it; others are paused."""
+    """End the demo's node, which pauses the sandboxes that run."""
     try:
         pid = int(PID_FILE.read_text())
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -91,27 +112,36 @@ def stop_node() -> None:
 
 
 class Timeline:
-    """Collects and prints steps with their milliseconds."""
+    """A table of steps with their milliseconds, which grows on the terminal."""
 
     def __init__(self) -> None:
-        self._table = Table(title="One life of a sandbox, through the official E2B SDK", title_justify="left")
+        title = "One life of a sandbox, timed at the calls of the E2B SDK"
+        self._table = Table(title=title, title_justify="left", caption_justify="left")
         self._table.add_column("step")
-        self._table.add_column("ms", justify="right")
-        self._table.add_column("what was seen")
+        self._table.add_column("ms", justify="right", min_width=5)
+        self._table.add_column("what was seen", min_width=30)
+        self._live = Live(self._table, console=console, auto_refresh=False)
+
+    def __enter__(self) -> "Timeline":
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+        if not console.is_terminal:
+            console.line()  # which Live prints on a terminal only
 
     @contextmanager
     def step(self, name: str) -> Iterator[Callable[[str], None]]:
         seen: list[str] = []
-        with console.status(name):
-            started = time.perf_counter()
-            yield seen.append
-            elapsed = (time.perf_counter() - started) * 1000
+        self._table.caption = f"{name} …"
+        self._live.refresh()
+        started = time.perf_counter()
+        yield seen.append
+        elapsed = (time.perf_counter() - started) * 1000
         self._table.add_row(name, f"{elapsed:,.0f}", "; ".join(seen))
-        console.print(f"  {elapsed:9,.0f} ms  {name:<44} [dim]{'; '.join(seen)}[/]")
-
-    def show(self) -> None:
-        console.print()
-        console.print(self._table)
+        self._table.caption = None
+        self._live.refresh()
 
 
 def in_parallel(work: Callable[[int], Result], count: int) -> list[Result]:
@@ -124,11 +154,9 @@ def expect(condition: bool, what: str) -> None:
         sys.exit(f"demo failed: {what}")
 
 
-def live() -> None:
+def live(timeline: Timeline) -> None:
     from e2b import Sandbox
 
-    timeline = Timeline()
-    console.print("[bold]sandbox[/]   one whole life, timed at the SDK call")
     with timeline.step("create from base") as saw:
         sandbox = Sandbox.create("base", timeout=600, metadata={"made-by": "demo"})
         saw(sandbox.sandbox_id)
@@ -181,15 +209,12 @@ def live() -> None:
     finally:
         for leftover in [*children, sandbox]:
             leftover.kill()
-    timeline.show()
 
 
 def explain() -> None:
-    console.print(
-        f"""
-The node keeps running ([bold]make stop[/] ends it). To point your own E2B code at it, set
-
-  export E2B_API_URL={URL}
+    console.print("\nThe node keeps running ([bold]make stop[/] ends it). Point your own E2B code at it:\n")
+    say(
+        f"""  export E2B_API_URL={URL}
   export E2B_SANDBOX_URL={URL}
   export E2B_API_KEY=$(cat {HOME}/api-key)
 
@@ -210,10 +235,14 @@ def main() -> None:
         sys.exit("demo: run it as root; sandboxes need network namespaces and tap devices")
     start_node()
     os.environ["E2B_API_URL"] = os.environ["E2B_SANDBOX_URL"] = URL
-    os.environ["E2B_API_KEY"] = os.environ.get("AENV_API_KEY") or (HOME / "api-key").read_text().strip()
-    live()
+    os.environ["E2B_API_KEY"] = api_key()
+    with Timeline() as timeline:
+        live(timeline)
     explain()
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("demo: interrupted; a node that was started goes on (make stop ends it)")
