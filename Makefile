@@ -3,25 +3,25 @@ SHELL := /bin/bash
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 
-.PHONY: demo test bench lint format envd bootstrap bootstrap-dev stop clean
+.PHONY: demo test bench lint format envd envd-test bootstrap bootstrap-dev stop clean
 
 demo: bootstrap          ## Install what is missing, start a node, live one sandbox's whole life through the E2B SDK
 	@$(PYTHON) examples/demo.py
 
-test: bootstrap-dev lint ## Install what is missing, run linters and every test
+test: bootstrap-dev lint envd-test ## Install what is missing, run linters and every test
 	@$(PYTHON) -m pytest $(ARGS)
 
 bench: bootstrap-dev     ## Measure the node against the raw operations
 	@$(PYTHON) -m bench.run $(ARGS)
 
 lint: bootstrap-dev
-	@$(VENV)/bin/ruff check src tests bench examples
-	@$(VENV)/bin/ruff format --check src tests bench examples
+	@$(VENV)/bin/ruff check src tests bench examples scripts
+	@$(VENV)/bin/ruff format --check src tests bench examples scripts
 	@$(VENV)/bin/mypy
 
 format:
-	@$(VENV)/bin/ruff check --fix src tests bench examples
-	@$(VENV)/bin/ruff format src tests bench examples
+	@$(VENV)/bin/ruff check --fix src tests bench examples scripts
+	@$(VENV)/bin/ruff format src tests bench examples scripts
 
 bootstrap:
 	@scripts/bootstrap.sh
@@ -31,6 +31,9 @@ bootstrap-dev:
 
 envd:
 	cd envd && cargo build --release --locked
+
+envd-test: bootstrap-dev
+	@cd envd && cargo test --locked --quiet
 
 stop:                    ## Stop the node that `make demo` left running, and its sandboxes
 	@$(PYTHON) examples/demo.py --stop

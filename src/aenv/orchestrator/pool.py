@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+import shutil
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -56,6 +57,8 @@ class VmPool:
             self._refiller.cancel()
             await asyncio.gather(self._refiller, return_exceptions=True)
         await asyncio.gather(*(self.discard(lease) for lease in self._ready))
+        for lease in self._ready:
+            shutil.rmtree(lease.vm.console.parent, ignore_errors=True)  # no sandbox ever had this console
         self._ready.clear()
 
     @property

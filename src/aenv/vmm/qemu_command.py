@@ -149,7 +149,8 @@ def command(
             "-blockdev", json.dumps(disk_node(boot.disk, ROOT_NODE, "qcow2")),
             "-kernel", str(boot.kernel), "-initrd", str(boot.initramfs), "-append", boot.parameters,
         ]  # fmt: skip
-    # report: when the host's disk is full the guest sees an I/O error; by default QEMU would stop the VM silently.
+    # enospc: on a full host disk the VM stops and keeps its write (``QemuVm`` lets it go on later); other errors
+    # reach the guest.
     argv += ["-device", f"virtio-blk-device,drive={ROOT_NODE},werror=enospc,rerror=report"]
     if network is not None:
         tap = f"tap,id=net,ifname={escape(network.tap)},script=no,downscript=no"
