@@ -170,7 +170,7 @@ async def test_what_fails_after_the_swap_does_not_forget_it(setup: Setup, monkey
     assert setup.snapshots_on_disk() == []
     # The guest is asked again until it answers: until then whatever writes in it hangs.
     setup.steps.failing = set()
-    await setup.checkpoints.files.close()
+    await setup.checkpoints.files.background.settle()
     assert setup.steps.done.count("thaw") == 2
 
 

@@ -15,8 +15,9 @@ from aenv.api.server import uvicorn_config
 from aenv.config import Settings
 from aenv.errors import SandboxNotFoundError
 from aenv.orchestrator.interface import Orchestrator
-from aenv.orchestrator.model import Egress, Sandbox, SandboxState, Upstream
+from aenv.orchestrator.model import Sandbox, Upstream
 from tests.api.fakes import services
+from tests.orchestrator.samples import sandbox as sample
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 ID = "abcdefghij0123456789"
@@ -24,25 +25,15 @@ ID = "abcdefghij0123456789"
 
 def sandbox(sandbox_id: str = ID, **changes: object) -> Sandbox:
     now = datetime.now(UTC)
-    made = Sandbox(
-        id=sandbox_id,
+    made = sample(
+        sandbox_id,
         template_id="tmpl0000000000000000",
-        template_alias="base",
-        state=SandboxState.RUNNING,
         started_at=now,
         end_at=now + timedelta(seconds=300),
         timeout=300,
-        auto_pause=True,
-        auto_resume=False,
-        metadata={},
-        env_vars={},
-        envd_access_token=None,
-        traffic_access_token=None,
-        egress=Egress(),
-        vcpus=1,
-        memory_mib=512,
-        disk_mib=4096,
         envd_version="0.5.0",
+        snapshot_id=None,
+        disk=None,
     )
     return replace(made, **changes)  # type: ignore[arg-type]
 

@@ -5,12 +5,11 @@ rarely, and must not be lost with a node's sandboxes. Writes take some tens of m
 ``synchronous=FULL`` makes each of them durable before it is answered, as a key is shown only once.
 """
 
-import os
 import sqlite3
 import uuid
 from pathlib import Path
 
-from aenv.errors import CorruptFileError
+from aenv.storage.database import make_tables, open_private
 
 SCHEMA_VERSION = 1
 
@@ -32,28 +31,20 @@ CREATE TABLE IF NOT EXISTS volumes (
 
 def open_accounts(path: Path) -> sqlite3.Connection:
     """The database in autocommit mode, made if it is not there. Raises CorruptFileError for a foreign version."""
-    # SQLite gives its -wal and -shm files the mode of the database itself.
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-    return prepare(sqlite3.connect(path, isolation_level=None, check_same_thread=False), str(path))
+    return prepare(open_private(path), str(path))
 
 
 def prepare(database: sqlite3.Connection, name: str = "memory") -> sqlite3.Connection:
     """Make the tables. Raises CorruptFileError when another version made them."""
-    try:
-        (version,) = database.execute("PRAGMA user_version").fetchone()
-        if version not in (0, SCHEMA_VERSION):
-            raise CorruptFileError(
-                f"{name} has schema version {version}; this program knows {SCHEMA_VERSION}.",
-                "Run the version of AgentENV that wrote it, or move the file away to start with no keys.",
-            )
-        database.execute("PRAGMA journal_mode = WAL")
-        database.execute("PRAGMA synchronous = FULL")
-        database.executescript(_SCHEMA)
-        database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-    except sqlite3.DatabaseError as error:
-        raise CorruptFileError(
-            f"{name} cannot be read: {error}.", "Restore it, or move it away to start with no keys."
-        ) from error
+    make_tables(
+        database,
+        name,
+        version=SCHEMA_VERSION,
+        schema=_SCHEMA,
+        synchronous="FULL",
+        other_version="Run the version of AgentENV that wrote it, or move the file away to start with no keys.",
+        unreadable="Restore it, or move it away to start with no keys.",
+    )
     database.execute("INSERT OR IGNORE INTO meta VALUES ('team_id', ?)", (str(uuid.uuid4()),))
     return database
 

@@ -9,7 +9,6 @@ predecessor is moved by a millisecond), so that a reader who asks for what came 
 as E2B's tools do, misses nothing and sees nothing twice.
 """
 
-import os
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,8 +17,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from aenv.errors import CorruptFileError
 from aenv.observability.events import Level
+from aenv.storage.database import make_tables, open_private
 
 SCHEMA_VERSION = 1
 MAX_ENTRIES = 2000
@@ -66,26 +65,20 @@ class LogStore:
     @classmethod
     def open(cls, path: Path) -> "LogStore":
         """The log database at ``path`` (mode 0600). Raises CorruptFileError."""
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-        return cls.prepare(sqlite3.connect(path, isolation_level=None, check_same_thread=False), str(path))
+        return cls.prepare(open_private(path), str(path))
 
     @classmethod
     def prepare(cls, database: sqlite3.Connection, name: str = "memory") -> "LogStore":
-        try:
-            (version,) = database.execute("PRAGMA user_version").fetchone()
-            if version not in (0, SCHEMA_VERSION):
-                raise CorruptFileError(
-                    f"{name} has schema version {version}; this program knows {SCHEMA_VERSION}.",
-                    "It holds nothing but logs: remove it to start with none.",
-                )
-            database.execute("PRAGMA journal_mode = WAL")
-            database.execute("PRAGMA synchronous = NORMAL")
-            database.executescript(_SCHEMA)
-            database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-        except sqlite3.DatabaseError as error:
-            raise CorruptFileError(
-                f"{name} cannot be read: {error}.", "It holds nothing but logs: remove it to start with none."
-            ) from error
+        advice = "It holds nothing but logs: remove it to start with none."
+        make_tables(
+            database,
+            name,
+            version=SCHEMA_VERSION,
+            schema=_SCHEMA,
+            synchronous="NORMAL",
+            other_version=advice,
+            unreadable=advice,
+        )
         return cls(database)
 
     def close(self) -> None:

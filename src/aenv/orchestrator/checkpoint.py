@@ -109,7 +109,9 @@ class Checkpoints:
                 await self._thaw(sandbox, machine)
             log.debug("fork point", sandbox=sandbox.id, stall_s=time.monotonic() - started)
             # The guest's clock stood still meanwhile.
-            self.files.spawn(self._machines.introduce(sandbox, machine.lease, [sandbox.envd_access_token], 10.0))
+            self.files.background.spawn(
+                self._machines.introduce(sandbox, machine.lease, [sandbox.envd_access_token], 10.0)
+            )
             return await self._finished(snapshot_id, sandbox, delta, owner=None)
         except BaseException:
             remove(self._layout.snapshot(snapshot_id))
@@ -145,7 +147,7 @@ class Checkpoints:
         try:
             await self._machines.thaw(sandbox, machine)
         except GuestUnresponsiveError:
-            self.files.spawn(self._thaw_later(sandbox, machine))
+            self.files.background.spawn(self._thaw_later(sandbox, machine))
             raise
 
     async def _thaw_later(self, sandbox: Sandbox, machine: Machine) -> None:

@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 
 import structlog
 
+from aenv.background import Background
 from aenv.errors import AenvError
 from aenv.orchestrator.model import Sandbox
 
@@ -20,7 +21,7 @@ class Expiry:
     def __init__(self, expire: Callable[[str], Awaitable[None]]) -> None:
         self._expire = expire
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = Background()
 
     def watch(self, sandbox: Sandbox) -> None:
         """(Re)arm the timer of a sandbox from its ``end_at``."""
@@ -34,8 +35,7 @@ class Expiry:
     async def close(self) -> None:
         for sandbox_id in list(self._timers):
             self.forget(sandbox_id)
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._background.settle()
 
     def _arm(self, sandbox_id: str, delay: float) -> None:
         self.forget(sandbox_id)
@@ -43,9 +43,7 @@ class Expiry:
 
     def _fire(self, sandbox_id: str) -> None:
         self._timers.pop(sandbox_id, None)
-        task = asyncio.create_task(self._run(sandbox_id), name=f"expire-{sandbox_id}")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._background.spawn(self._run(sandbox_id), name=f"expire-{sandbox_id}")
 
     async def _run(self, sandbox_id: str) -> None:
         try:

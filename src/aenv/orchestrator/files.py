@@ -5,12 +5,13 @@ import os
 import secrets
 import shutil
 from collections import Counter
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import structlog
 
+from aenv.background import Background
 from aenv.errors import AenvError
 from aenv.orchestrator import lifecycle
 from aenv.orchestrator.machines import Machines
@@ -33,7 +34,7 @@ class SnapshotFiles:
         self._layout = layout
         self._store = store
         self._machines = machines
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.background = Background()
         self.pinned: Counter[str] = Counter()  # snapshots in use by template builds, which no record names yet
 
     async def prepare_for(self, snapshot: Snapshot, children: int) -> Snapshot:
@@ -72,13 +73,13 @@ class SnapshotFiles:
         self.collect_garbage()
         depth = len(chain(self._store.layers.rows, snapshot.disk))
         if depth > MAX_CHAIN:
-            self.spawn(self._merge_disk(sandbox.id, snapshot))
+            self.background.spawn(self._merge_disk(sandbox.id, snapshot))
         self.merge_memory(snapshot)
 
     def merge_memory(self, snapshot: Snapshot) -> None:
         """In the background, when the delta is large."""
         if snapshot.memory_base is not None and snapshot.delta_bytes > MERGE_DELTA:
-            self.spawn(self._merge_memory(snapshot, snapshot.memory_base))
+            self.background.spawn(self._merge_memory(snapshot, snapshot.memory_base))
 
     async def _merge_memory(self, snapshot: Snapshot, base: str) -> None:
         await self._compose(snapshot, base)
@@ -165,22 +166,7 @@ class SnapshotFiles:
                 store.layers.delete(name)
             for name in garbage.memory:
                 store.memory.delete(name)
-        self.spawn(asyncio.to_thread(_remove_all, paths))
-
-    async def close(self) -> None:
-        if self._tasks:
-            await asyncio.wait(self._tasks)
-
-    def spawn(self, work: Coroutine[None, None, None]) -> None:
-        """Run ``work`` behind whatever is being answered; ``close`` waits for it."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()):
-            log.warning("background work failed", error=str(error))
+        self.background.spawn(asyncio.to_thread(_remove_all, paths))
 
 
 def sync_all(paths: Iterable[Path]) -> None:

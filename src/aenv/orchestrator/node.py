@@ -260,9 +260,9 @@ class Node:
             for name, result in zip(running, results, strict=True):
                 if isinstance(result, BaseException):
                     log.error("sandbox could not be paused; it stays running", sandbox=name, error=str(result))
-        await self._transitions.settle()
+        await self._transitions.background.settle()
         await self._machines.close()
-        await self._checkpoints.files.close()
+        await self._checkpoints.files.background.settle()
 
     # -- parts ------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from aenv.errors import CapacityError, CorruptFileError
 from aenv.orchestrator.builds import Build, CachedLayer
 from aenv.orchestrator.model import Sandbox, SavedSnapshot, Template
 from aenv.snapshot.model import DiskLayer, MemoryBase, Snapshot
+from aenv.storage.database import check_version, open_private
 
 SCHEMA_VERSION = 1
 RESERVE = 4 << 20  # bytes; SQLite starts its log of changes over at about this size
@@ -111,16 +112,11 @@ class Store:
     """All tables of a node. One process at a time opens it (the server holds ``Layout.lock``)."""
 
     def __init__(self, path: Path) -> None:
-        path.touch(mode=0o600)  # tokens and environments are in it; the WAL gets the same mode
-        self._database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self._database = open_private(path)  # tokens and environments are in it
         self._database.execute("PRAGMA journal_mode = WAL")
         self._database.execute("PRAGMA synchronous = NORMAL")
-        (version,) = self._database.execute("PRAGMA user_version").fetchone()
-        if version not in (0, SCHEMA_VERSION):
-            raise CorruptFileError(
-                f"{path} has schema version {version}; this program knows {SCHEMA_VERSION}.",
-                "Run the version of AgentENV that wrote it, or start with a fresh home.",
-            )
+        advice = "Run the version of AgentENV that wrote it, or start with a fresh home."
+        check_version(self._database, str(path), SCHEMA_VERSION, advice)
         self._database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         self.sandboxes = Table(self._database, "sandboxes", Sandbox)
         self.templates = Table(self._database, "templates", Template)

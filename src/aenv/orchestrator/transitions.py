@@ -6,13 +6,14 @@ records after a crash at any point in between. Callers hold the sandbox's lock, 
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 
 import structlog
 
+from aenv.background import Background
 from aenv.errors import AenvError, CapacityError, ConflictError, SandboxNotFoundError
 from aenv.orchestrator import lifecycle, records
 from aenv.orchestrator.capacity import Capacity
@@ -34,7 +35,7 @@ class Transitions:
         self._checkpoints = checkpoints
         self._capacity = capacity
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.background = Background()
         self.expiry = Expiry(self._expire)
 
     # -- records ----------------------------------------------------------------------------------------
@@ -194,7 +195,7 @@ class Transitions:
         self.expiry.forget(sandbox.id)
         teardown = self._machines.retire(sandbox.id)
         held = sandbox.state not in (SandboxState.PAUSED,)
-        self.spawn(self._finish_delete(sandbox.id, teardown, held))
+        self.background.spawn(self._finish_delete(sandbox.id, teardown, held))
 
     async def _finish_delete(self, sandbox_id: str, teardown: asyncio.Task[None] | None, held: bool) -> None:
         if teardown is not None:
@@ -223,7 +224,7 @@ class Transitions:
 
     def machine_died(self, machine: Machine, reason: str) -> None:
         """A VM ended by itself or its guest never came up."""
-        self.spawn(self._bury(machine, reason))
+        self.background.spawn(self._bury(machine, reason))
 
     async def _bury(self, machine: Machine, reason: str) -> None:
         sandbox_id = machine.sandbox_id
@@ -244,20 +245,3 @@ class Transitions:
             else:
                 log.error("sandbox lost its VM, was never paused: gone", sandbox=sandbox_id, reason=reason)
                 self.delete(sandbox)
-
-    # -- background work --------------------------------------------------------------------------------
-
-    def spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()):
-            log.error("background work failed", error=repr(error))
-
-    async def settle(self) -> None:
-        """Wait for what goes on behind answers."""
-        if self._tasks:
-            await asyncio.wait(self._tasks)
