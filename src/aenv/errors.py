@@ -78,3 +78,7 @@ class IncompatibleSnapshotError(AenvError):
 
 class CorruptFileError(AenvError):
     """A file that the node wrote is torn, foreign or damaged; it is never served."""
+
+
+class SourceError(AenvError):
+    """Bytes of a layer cannot be read now: the network, the object store or a disk failed, or the object is gone."""
