@@ -15,6 +15,7 @@ import pytest
 
 from aenv.errors import CapacityError, VmmError
 from aenv.storage import lsmt, qcow2
+from aenv.storage.merge import merge_layers
 from aenv.vmm.protocol import MachineShape, MemoryImage, NetworkAttachment
 from aenv.vmm.qemu import QemuVmm
 from tests.vmm.conftest import SHAPE, Children, Frozen, Namespaces, ask
@@ -323,3 +324,54 @@ async def test_a_snapshot_of_another_size_is_refused(children: Children, frozen:
     qcow2.create_overlay(tmp_path / "a.qcow2", frozen.disk)
     with pytest.raises(VmmError):
         await vm.restore(frozen.memory, frozen.state, tmp_path / "a.qcow2")
+
+
+async def test_the_layers_below_a_running_disk_are_replaced(
+    children: Children, frozen: Frozen, tmp_path: Path
+) -> None:
+    vm = await children.restore("a", frozen)
+    sums, layers = {}, [tmp_path / "a.qcow2"]
+    for number in range(1, 7):
+        sums[number] = await ask(vm, f"dwrite {number} {number + 50}")
+        layers.append(tmp_path / f"layer{number}.qcow2")
+        await vm.rebase_disk(layers[-1])
+    for turn, kept in ((1, frozen.disk), (2, frozen.disk)):
+        active, merged = layers[-1], tmp_path / f"merged{turn}.qcow2"
+        await merge_layers(layers[-2], kept, "qcow2", merged)
+        writing = asyncio.create_task(ask(vm, f"dwrite {turn + 10} 77"))
+        await vm.replace_backing(merged)
+        assert qcow2.backing_chain(active)[1:] == [merged, *qcow2.backing_chain(frozen.disk)]
+        sums[turn + 10] = await writing
+        for layer in layers[:-1]:
+            layer.unlink()
+        used = {os.readlink(fd) for fd in Path(f"/proc/{vm.pid}/fd").iterdir()}
+        assert not [name for name in used if name.startswith(str(tmp_path)) and "deleted" in name]
+        layers = [merged, active, tmp_path / f"over{turn}.qcow2"]
+        assert {number: await ask(vm, f"dsum {number}") for number in sums} == sums
+        await vm.rebase_disk(layers[-1])
+        sums[turn] = await ask(vm, f"dwrite {turn} 99")
+    await vm.stop()
+    await vm.capture(tmp_path / "state", tmp_path / "delta")
+    await vm.kill()
+    child = await children.restore(
+        "b",
+        replace(
+            frozen,
+            memory=MemoryImage(frozen.memory.base, tmp_path / "delta"),
+            state=tmp_path / "state",
+            disk=layers[-1],
+        ),
+    )
+    assert {number: await ask(child, f"dsum {number}") for number in sums} == sums
+
+
+async def test_a_backing_that_is_missing_leaves_the_disk_as_it_was(
+    children: Children, frozen: Frozen, tmp_path: Path
+) -> None:
+    vm = await children.restore("a", frozen)
+    written = await ask(vm, "dwrite 2 3")
+    before = qcow2.backing_chain(tmp_path / "a.qcow2")
+    with pytest.raises(VmmError):
+        await vm.replace_backing(tmp_path / "nothing.qcow2")
+    assert qcow2.backing_chain(tmp_path / "a.qcow2") == before
+    assert await ask(vm, "dsum 2") == written

@@ -111,6 +111,13 @@ class Vm(Protocol):
     async def rebase_disk(self, overlay: Path) -> None:
         """Freeze the present root disk file and continue on a new, empty overlay created at ``overlay``."""
 
+    async def replace_backing(self, backing: Path) -> None:
+        """Read what the root disk does not hold itself from the qcow2 ``backing`` instead of what is below it now.
+
+        The guest may run: both must have the same contents. The disk's header names ``backing`` when this returns;
+        if it fails, it may name either.
+        """
+
     async def wait(self) -> int | None:
         """Wait until the process has ended; its exit status, or None when it was not our child."""
 

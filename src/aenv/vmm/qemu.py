@@ -232,6 +232,36 @@ class QemuVm:
             await self._blocking(overlay.unlink, True)
             raise
 
+    async def replace_backing(self, backing: Path) -> None:
+        node, current = await self._root()
+        nodes = await self._qmp.execute("query-named-block-nodes", {"flat": True})
+        names = [n["node-name"] for n in nodes if n["drv"] == "file" and n["file"] == str(current)]
+        if len(names) != 1:
+            raise VmmError(f"VM {self._id} has {len(names)} nodes for its root disk {current}.")
+        fresh = f"{qemu_command.BACKING_NODE}-{uuid.uuid4().hex[:8]}"
+        await self._qmp.execute("blockdev-add", qemu_command.backing_node(backing, fresh))
+        try:
+            options = qemu_command.disk_node(current, node, "qcow2", file=names[0], backing=fresh)
+            await self._qmp.execute("blockdev-reopen", {"options": [options]})
+        except VmmError:
+            with contextlib.suppress(VmmError):
+                await self._qmp.execute("blockdev-del", {"node-name": fresh})
+            raise
+        await self._drop_nodes({n["node-name"] for n in nodes if qemu_command.is_ours(n["node-name"])} - {node})
+        arguments = {"device": node, "image-node-name": node, "backing-file": str(backing)}
+        await self._qmp.execute("change-backing-file", arguments)
+
+    async def _drop_nodes(self, names: set[str]) -> None:
+        """Close what is no longer in use. A node that was added by name stays open until told, and keeps those below."""
+        dropped = True
+        while names and dropped:
+            dropped = False
+            for name in sorted(names):
+                with contextlib.suppress(QmpCommandError):
+                    await self._qmp.execute("blockdev-del", {"node-name": name})
+                    names.discard(name)
+                    dropped = True
+
     async def wait(self) -> int | None:
         return await self._process.wait()
 

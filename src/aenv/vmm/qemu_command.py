@@ -14,6 +14,7 @@ from aenv.vmm.protocol import Accelerator, MachineShape, NetworkAttachment
 # the boot of a quiet host more often than not. They can go because the TSC's frequency is given (below).
 MACHINE = "microvm,acpi=on,pcie=off,pit=off,pic=off,rtc=on,ioapic2=off,suppress-vmdesc=on"
 DEVICE_MODEL = f"{MACHINE} virtio-blk virtio-net virtio-rng"
+BACKING_NODE = "backing"
 ROOT_NODE = "root"
 MEMORY_ID = "mem"
 BASE_PARAMETERS = "console=ttyS0 reboot=t panic=-1 quiet loglevel=4 cryptomgr.notests random.trust_cpu=on"
@@ -103,6 +104,21 @@ def disk_node(path: Path, node: str, form: str, **more: Any) -> dict[str, Any]:
         "file": {"driver": "file", "filename": str(path), "discard": "unmap", "cache": cache},
         **more,
     }
+
+
+def backing_node(path: Path, node: str) -> dict[str, Any]:
+    """``blockdev-add`` arguments of a frozen qcow2 layer that is to go below the root."""
+    return {
+        "driver": "qcow2",
+        "node-name": node,
+        "read-only": True,
+        "file": {"driver": "file", "filename": str(path), "read-only": True},
+    }
+
+
+def is_ours(node: str) -> bool:
+    """Whether a block node got its name from here, and not from QEMU."""
+    return node.startswith((ROOT_NODE, BACKING_NODE))
 
 
 def accelerator_option(accelerator: Accelerator, vcpus: int) -> str:
