@@ -344,7 +344,7 @@ async def test_the_layers_below_a_running_disk_are_replaced(
         sums[turn + 10] = await writing
         for layer in layers[:-1]:
             layer.unlink()
-        used = {os.readlink(fd) for fd in Path(f"/proc/{vm.pid}/fd").iterdir()}
+        used = {str(fd.readlink()) for fd in Path(f"/proc/{vm.pid}/fd").iterdir()}
         assert not [name for name in used if name.startswith(str(tmp_path)) and "deleted" in name]
         layers = [merged, active, tmp_path / f"over{turn}.qcow2"]
         assert {number: await ask(vm, f"dsum {number}") for number in sums} == sums

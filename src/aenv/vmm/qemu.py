@@ -252,7 +252,7 @@ class QemuVm:
         await self._qmp.execute("change-backing-file", arguments)
 
     async def _drop_nodes(self, names: set[str]) -> None:
-        """Close what is no longer in use. A node that was added by name stays open until told, and keeps those below."""
+        """Close what is no longer in use. A node that was added by name stays open until told, with all below."""
         dropped = True
         while names and dropped:
             dropped = False
