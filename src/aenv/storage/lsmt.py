@@ -14,64 +14,41 @@ import os
 import struct
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from aenv.errors import CapacityError, CorruptFileError
+from aenv.storage.extents import (
+    ENTRY,
+    MAX_VIRTUAL_SIZE,
+    SECTOR,
+    Extents,
+    Flags,
+    Words,
+    decode_index,
+    encode_index,
+    merge,
+)
+from aenv.storage.source import FileSource, Source
 
-SECTOR = 512
 BLOCK = 4096  # header, trailer and index are padded to it
 MAGIC = b"LSMT\0\1\2\0" + bytes.fromhex("657E63D29444084CA2D2C8EC4FCFAE8A")
 HEADER = struct.Struct("<24sIIQQQ37s37sBBBB256s")
 HEADER_SIZE = 390
-FLAG_HEADER, FLAG_DATA, FLAG_SEALED, FLAG_VALID = 1, 2, 4, 16
-MAX_LENGTH = 16376  # sectors: the largest multiple of a page that fits in the 14 bits of ``length``
-INVALID_OFFSET = (1 << 50) - 1
+FLAG_HEADER, FLAG_DATA, FLAG_SEALED, FLAG_VALID = 1, 2, 4, 32
 FICLONE = 0x40049409  # ioctl_ficlone(2)
 
-Words = NDArray[np.uint64]
+# Every layer carries the nil UUID: the digest of its bytes is its name, and equal contents are equal bytes.
+NIL_UUID = b"00000000-0000-0000-0000-000000000000"
 
 
-@dataclass(frozen=True, slots=True)
-class Extents:
-    """Parallel arrays, in bytes, sorted by ``offset`` and disjoint. ``source`` is a position in the layer's file."""
-
-    offset: Words
-    length: Words
-    source: Words
-    zeroed: NDArray[np.bool_]
-
-    def __len__(self) -> int:
-        return len(self.offset)
-
-
-def _header(flags: int, index_offset: int, index_size: int, virtual_size: int, ident: bytes) -> bytes:
+def _header(flags: int, index_offset: int, index_size: int, virtual_size: int) -> bytes:
     packed = HEADER.pack(
-        MAGIC, HEADER_SIZE, flags, index_offset, index_size, virtual_size, ident, b"", 0, 0, 1, 1, b""
+        MAGIC, HEADER_SIZE, flags, index_offset, index_size, virtual_size, NIL_UUID, b"", 0, 0, 1, 1, b""
     )
     return packed.ljust(BLOCK, b"\0")
-
-
-def encode_index(offset: Words, length: Words, source: Words, zeroed: NDArray[np.bool_]) -> bytes:
-    """Extents (bytes; any length, sector-aligned) as a padded on-disk index, long ones split."""
-    limit = MAX_LENGTH * SECTOR
-    pieces = (length + np.uint64(limit - 1)) // np.uint64(limit)
-    which = np.repeat(np.arange(len(offset)), pieces.astype(np.int64))
-    first = np.repeat(np.cumsum(pieces) - pieces, pieces.astype(np.int64))
-    skip = (np.arange(len(which), dtype=np.uint64) - first) * np.uint64(limit)
-    size = np.minimum(length[which] - skip, np.uint64(limit))
-    count = -(-len(which) // 256) * 256
-    words = np.zeros((count, 2), dtype="<u8")
-    words[:, 0] = INVALID_OFFSET
-    sectors = np.uint64(SECTOR)
-    words[: len(which), 0] = (offset[which] + skip) // sectors | (size // sectors) << np.uint64(50)
-    moffset = np.where(zeroed[which], np.uint64(0), (source[which] + skip) // sectors)
-    words[: len(which), 1] = moffset | zeroed[which].astype(np.uint64) << np.uint64(55)
-    return words.tobytes()
 
 
 class LayerWriter:
@@ -86,7 +63,7 @@ class LayerWriter:
         self._size = virtual_size
         self._temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
         self._position = BLOCK
-        self._parts: list[tuple[Words, Words, Words, NDArray[np.bool_]]] = []
+        self._parts: list[tuple[Words, Words, Words, Flags]] = []
         self._fd = -1
 
     def __enter__(self) -> Self:
@@ -126,11 +103,10 @@ class LayerWriter:
         order = np.argsort(offset, kind="stable")
         offset, length, source, zeroed = merge(offset[order], length[order], source[order], zeroed[order])
         index = encode_index(offset, length, source, zeroed)
-        ident = str(uuid.uuid4()).encode()
-        sealed = FLAG_DATA | FLAG_SEALED | FLAG_VALID
-        trailer = _header(sealed, self._position, len(index) // 16, self._size, ident)
+        sealed = FLAG_DATA | FLAG_SEALED
+        trailer = _header(sealed | FLAG_VALID, self._position, len(index) // ENTRY, self._size)
         self._write(index + trailer, self._position)
-        self._write(_header(sealed | FLAG_HEADER, 0, 0, self._size, ident), 0)
+        self._write(_header(sealed | FLAG_HEADER, 0, 0, self._size), 0)
         with disk_errors(self._path):
             if durable:
                 os.fsync(self._fd)
@@ -146,106 +122,94 @@ class LayerWriter:
                 view, position = view[written:], position + written
 
 
-def merge(
-    offset: Words, length: Words, source: Words, zeroed: NDArray[np.bool_]
-) -> tuple[Words, Words, Words, NDArray[np.bool_]]:
-    """Join neighbours that continue each other both on the virtual disk and in the file."""
-    if len(offset) < 2:
-        return offset, length, source, zeroed
-    joins = (offset[:-1] + length[:-1] == offset[1:]) & (zeroed[:-1] == zeroed[1:])
-    joins &= zeroed[1:] | (source[:-1] + length[:-1] == source[1:])
-    starts = np.flatnonzero(np.concatenate(([True], ~joins)))
-    return offset[starts], np.add.reduceat(length, starts), source[starts], zeroed[starts]
+def read_layer(source: Source) -> tuple[int, Extents]:
+    """Virtual size in bytes and extents of the plain layer whose bytes are ``source``.
+
+    Raises CorruptFileError on anything that is not a whole layer, SourceError when it cannot be read now. Memory is
+    in proportion to the index, which is within the file.
+    """
+    if source.size < 2 * BLOCK:
+        raise _bad("it is too short")
+    head = _parse(source.read(0, BLOCK), header=True)
+    end = source.size - BLOCK
+    index_offset, index_size, virtual_size = _parse(source.read(end, BLOCK), header=False)
+    if head[2] != virtual_size:
+        raise _bad("header and trailer disagree")
+    if virtual_size > MAX_VIRTUAL_SIZE:
+        raise _bad(f"a virtual disk of {virtual_size} bytes cannot be")
+    if index_offset < BLOCK or index_offset % SECTOR or index_offset + index_size * ENTRY > end:
+        raise _bad("the index is outside the file")
+    raw = source.read(index_offset, index_size * ENTRY)
+    return virtual_size, decode_index(raw, virtual_size, BLOCK, index_offset)
+
+
+def _parse(block: bytes, header: bool) -> tuple[int, int, int]:
+    magic, size, flags, index_offset, index_size, virtual_size, *_ = HEADER.unpack_from(block)
+    if magic != MAGIC or size != HEADER_SIZE:
+        raise _bad("wrong magic")
+    if not flags & FLAG_DATA or bool(flags & FLAG_HEADER) is not header:
+        raise _bad("it is not a data file")
+    if not header and not flags & FLAG_SEALED:
+        raise _bad("it is not sealed")
+    return index_offset, index_size, virtual_size
+
+
+def _bad(why: str) -> CorruptFileError:
+    return CorruptFileError(f"This is not a whole overlaybd layer: {why}.")
 
 
 class Layer:
-    """A sealed layer opened for reading. Raises CorruptFileError on anything that is not a whole layer."""
+    """A sealed, plain layer in a file of this host. Raises CorruptFileError on anything that is not a whole layer."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._file = FileSource(path)
         try:
-            self.file_size = os.fstat(self._fd).st_size
-            self.virtual_size, self.extents = self._load()
+            self.file_size = self._file.size
+            self.virtual_size, self.extents = read_layer(self._file)
+        except CorruptFileError as error:
+            self._file.close()
+            raise CorruptFileError(f"{path}: {error.message}") from error
         except BaseException:
-            os.close(self._fd)
+            self._file.close()
             raise
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._fd)
+        self._file.close()
 
     def fileno(self) -> int:
-        return self._fd
+        return self._file.fileno()
 
     @contextlib.contextmanager
     def mapped(self) -> Iterator[mmap.mmap]:
         """The whole file, mapped read-only; ``Extents.source`` are positions in it."""
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-        with mmap.mmap(self._fd, self.file_size, flags, mmap.PROT_READ) as data:
+        with mmap.mmap(self.fileno(), self.file_size, flags, mmap.PROT_READ) as data:
             yield data
 
     def read(self, offset: int, length: int, base: bytes | None = None) -> bytes:
         """``length`` bytes of the virtual disk; what the layer does not cover is ``base`` or zeros."""
         out = bytearray(base if base is not None else length)
-        for at, size, source, zeroed in zip(*self._columns(), strict=True):
+        e = self.extents
+        first = int(np.searchsorted(e.offset + e.length, np.uint64(offset), "right"))
+        last = int(np.searchsorted(e.offset, np.uint64(offset + length), "left"))
+        for at, size, source, zeroed in columns(e, slice(first, max(first, last))):
             start, end = max(at, offset), min(at + size, offset + length)
-            if start < end:
-                piece = bytes(end - start) if zeroed else os.pread(self._fd, end - start, source + start - at)
-                out[start - offset : end - offset] = piece
+            piece = bytes(end - start) if zeroed else self._file.read(source + start - at, end - start)
+            out[start - offset : end - offset] = piece
         return bytes(out)
 
-    def _columns(self) -> tuple[list[int], list[int], list[int], list[bool]]:
-        e = self.extents
-        return e.offset.tolist(), e.length.tolist(), e.source.tolist(), e.zeroed.tolist()
 
-    def _bad(self, why: str) -> CorruptFileError:
-        return CorruptFileError(f"{self.path} is not a whole overlaybd layer: {why}.")
-
-    def _load(self) -> tuple[int, Extents]:
-        if self.file_size < 2 * BLOCK:
-            raise self._bad("too short")
-        head = self._parse(os.pread(self._fd, BLOCK, 0), header=True)
-        tail = self._parse(os.pread(self._fd, BLOCK, self.file_size - BLOCK), header=False)
-        index_offset, index_size, virtual_size = tail
-        if head[2] != virtual_size:
-            raise self._bad("header and trailer disagree")
-        end = self.file_size - BLOCK
-        if index_offset < BLOCK or index_offset % SECTOR or index_offset + index_size * 16 > end:
-            raise self._bad("the index is outside the file")
-        raw = os.pread(self._fd, index_size * 16, index_offset)
-        if len(raw) != index_size * 16:
-            raise self._bad("the index is cut off")
-        words = np.frombuffer(raw, dtype="<u8").astype(np.uint64).reshape(-1, 2)
-        first, second = words[:, 0], words[:, 1]
-        offset, length = first & np.uint64(INVALID_OFFSET), first >> np.uint64(50)
-        used = (length > 0) & (offset != np.uint64(INVALID_OFFSET))
-        offset, length, second = offset[used], length[used], second[used]
-        source, zeroed = second & np.uint64((1 << 55) - 1), (second >> np.uint64(55)) & np.uint64(1) != 0
-        if len(offset):
-            if np.any(offset[1:] < offset[:-1] + length[:-1]):
-                raise self._bad("index entries overlap or are not sorted")
-            if int((offset[-1] + length[-1]) * np.uint64(SECTOR)) > virtual_size:
-                raise self._bad("an index entry is outside the virtual disk")
-            data = ~zeroed
-            sector = np.uint64(SECTOR)
-            inside = (source >= np.uint64(BLOCK // SECTOR)) & ((source + length) <= np.uint64(index_offset // SECTOR))
-            if np.any(data & ~inside):
-                raise self._bad("an index entry points outside the data")
-            offset, length, source = offset * sector, length * sector, source * sector
-        return virtual_size, Extents(offset, length, source, zeroed)
-
-    def _parse(self, block: bytes, header: bool) -> tuple[int, int, int]:
-        magic, size, flags, index_offset, index_size, virtual_size, *_ = HEADER.unpack_from(block)
-        if magic != MAGIC or size != HEADER_SIZE:
-            raise self._bad("wrong magic")
-        if not flags & FLAG_DATA or bool(flags & FLAG_HEADER) is not header:
-            raise self._bad("it is not a data file")
-        if not header and not flags & FLAG_SEALED:
-            raise self._bad("it is not sealed")
-        return index_offset, index_size, virtual_size
+def columns(extents: Extents, which: slice = slice(None)) -> Iterator[tuple[int, int, int, bool]]:
+    """Extents one by one: offset, length, source, zeroed."""
+    e = extents
+    return zip(
+        e.offset[which].tolist(), e.length[which].tolist(), e.source[which].tolist(), e.zeroed[which].tolist(),
+        strict=True,
+    )  # fmt: skip
 
 
 def compose(base: Path | None, delta: Path, out: Path, durable: bool = True) -> None:
@@ -273,7 +237,7 @@ def compose(base: Path | None, delta: Path, out: Path, durable: bool = True) -> 
 
 
 def _apply(layer: Layer, fd: int) -> None:
-    for at, size, source, zeroed in zip(*layer._columns(), strict=True):
+    for at, size, source, zeroed in columns(layer.extents):
         if zeroed:
             _punch(fd, at, size)
         else:
