@@ -1,5 +1,6 @@
 """Template listings, look-ups, changes."""
 
+from contextlib import suppress
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Response
@@ -9,7 +10,7 @@ from aenv.api import template_schemas as schemas
 from aenv.api.context import Context, Ctx, errors
 from aenv.api.listing import page
 from aenv.api.template_context import Service, ServiceOrNone, TemplateRef
-from aenv.errors import InvalidRequestError, SnapshotNotFoundError, TemplateNotFoundError
+from aenv.errors import InvalidRequestError, NotFoundError, SnapshotNotFoundError, TemplateNotFoundError
 from aenv.orchestrator import catalog
 from aenv.template.service import TemplateService
 
@@ -53,15 +54,16 @@ async def list_page(
 
 @router.get("/templates/aliases/{alias:path}", responses=errors(404))
 async def by_alias(alias: str, context: Ctx, service: ServiceOrNone) -> schemas.TemplateAlias:
-    """Whether a name, or ``name:tag``, exists."""
-    if service is not None:
-        try:
-            template_id = service.template_id(alias)
-        except InvalidRequestError:
-            raise TemplateNotFoundError(alias[:200]) from None
-        return schemas.TemplateAlias(template_id=template_id, public=True)
-    template = catalog.resolve(await context.orchestrator.templates(), {}, alias)
-    return schemas.TemplateAlias(template_id=template.id, public=template.public)
+    """Whether a template or a snapshot of that name, id, ``name:tag`` or ``id:tag`` exists."""
+    try:
+        if service is not None:
+            return schemas.TemplateAlias(template_id=service.template_id(alias), public=True)
+        template = catalog.resolve(await context.orchestrator.templates(), {}, alias)
+        return schemas.TemplateAlias(template_id=template.id, public=template.public)
+    except (InvalidRequestError, NotFoundError):
+        with suppress(SnapshotNotFoundError):
+            return schemas.TemplateAlias(template_id=(await context.orchestrator.snapshot(alias)).id, public=True)
+        raise TemplateNotFoundError(alias[:200]) from None
 
 
 @router.patch("/v2/templates/{templateID:path}", responses=errors(400, 404))

@@ -12,12 +12,8 @@ from datetime import UTC, datetime
 import structlog
 
 from aenv.config import Settings
-from aenv.errors import (
-    InvalidRequestError,
-    NotFoundError,
-    SandboxUnreachableError,
-)
-from aenv.orchestrator import catalog, lifecycle, listing, records
+from aenv.errors import InvalidRequestError, SandboxUnreachableError
+from aenv.orchestrator import lifecycle, listing, records
 from aenv.orchestrator.capacity import Capacity
 from aenv.orchestrator.checkpoint import Checkpoint, Checkpoints
 from aenv.orchestrator.machines import Machine, Machines, egress_policy
@@ -34,7 +30,7 @@ from aenv.orchestrator.model import (
     Template,
     Upstream,
 )
-from aenv.orchestrator.records import Child, Origin
+from aenv.orchestrator.records import Child
 from aenv.orchestrator.saved import SavedSnapshots
 from aenv.orchestrator.store import Store
 from aenv.orchestrator.transitions import Transitions
@@ -100,7 +96,7 @@ class Node:
 
     async def create(self, spec: SandboxSpec) -> Sandbox:
         lifecycle.check_timeout(spec.timeout, self._settings.max_timeout)
-        origin = self._origin(spec.template)
+        origin = self._saved.origin(spec.template)
         snapshot = self._store.snapshots[origin.snapshot_id]
         now = datetime.now(UTC)
         child = records.created(spec, origin, snapshot, now)
@@ -261,6 +257,7 @@ class Node:
                 if isinstance(result, BaseException):
                     log.error("sandbox could not be paused; it stays running", sandbox=name, error=str(result))
         await self._transitions.background.settle()
+        await self._transitions.compaction.background.settle()
         await self._machines.close()
         await self._checkpoints.files.background.settle()
 
@@ -269,15 +266,6 @@ class Node:
     def machine_died(self, machine: Machine, reason: str) -> None:
         """A VM ended by itself or its guest never came up."""
         self._transitions.machine_died(machine, reason)
-
-    def _origin(self, name: str) -> Origin:
-        """The template or saved snapshot of that id or name. Raises NotFoundError."""
-        try:
-            return catalog.resolve(self._store.templates.rows.values(), self._store.builds.rows, name)
-        except NotFoundError:
-            if (saved := self._saved.find(name)) is not None:
-                return saved
-            raise
 
     def _put(self, child: Child) -> None:
         self._store.layers.put(child.layer)

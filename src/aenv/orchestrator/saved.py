@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 
-from aenv.errors import ConflictError, SnapshotNotFoundError
+from aenv.errors import ConflictError, NotFoundError, SnapshotNotFoundError
 from aenv.orchestrator import catalog
 from aenv.orchestrator.listing import Key, cut
-from aenv.orchestrator.model import Sandbox, SavedSnapshot, SavedSnapshotPage
+from aenv.orchestrator.model import Sandbox, SavedSnapshot, SavedSnapshotPage, Template
 from aenv.orchestrator.store import Store
 from aenv.snapshot.model import Snapshot
 
@@ -45,6 +45,15 @@ class SavedSnapshots:
         if found is None:
             raise SnapshotNotFoundError(text)
         return found
+
+    def origin(self, text: str) -> Template | SavedSnapshot:
+        """What sandboxes and builds start from: the template or saved snapshot so called. Raises NotFoundError."""
+        try:
+            return catalog.resolve(self._store.templates.rows.values(), self._store.builds.rows, text)
+        except NotFoundError:
+            if (saved := self.find(text)) is not None:
+                return saved
+            raise
 
     def page(self, sandbox_id: str | None, name: str | None, limit: int, token: str | None) -> SavedSnapshotPage:
         """Newest first; of one sandbox, and of one name, id, or name with a tag. A name alone means all its tags."""

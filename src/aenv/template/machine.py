@@ -17,7 +17,7 @@ from aenv.config import Settings
 from aenv.network.pool import SlotPool
 from aenv.orchestrator.boot import boot_parameters
 from aenv.orchestrator.checkpoint import Checkpoints
-from aenv.orchestrator.files import MAX_CHAIN
+from aenv.orchestrator.compaction import MAX_CHAIN
 from aenv.orchestrator.pool import Lease, VmPool, attachment, new_vm_id
 from aenv.orchestrator.store import Store
 from aenv.snapshot.model import DiskLayer, MemoryBase, Snapshot
@@ -206,6 +206,16 @@ class BuildMachine:
         kept = self._workshop.store.snapshots[snapshot.id]
         await self._workshop.checkpoints.files.make_durable(kept)
         return kept
+
+    async def settle(self) -> DiskLayer:
+        """End it with everything written out; its disk, a layer without a record, which is the caller's.
+
+        Raises GuestUnresponsiveError when the guest cannot be asked to write.
+        """
+        await while_alive(self.vm, self._workshop.guests.freeze(self.host, None))
+        await self.vm.stop()
+        await self.close(keep_disk=True)
+        return self._layer
 
     async def close(self, *, keep_disk: bool = False) -> None:
         """End the VM and forget its disk; idempotent."""

@@ -1,7 +1,7 @@
-"""What a build starts from: another template's snapshot or an image's root filesystem; and the machine it gives.
+"""What a build starts from: a template's or user's snapshot, or an image's root filesystem; and the machine it gives.
 
 A machine goes on from a snapshot of its own shape. Otherwise (another amount of memory, an image, a snapshot of
-another VMM, or a template whose start command runs in its snapshot) it is booted from the disk; that boot is cached
+another VMM, or one in which a start command or a user's programs run) it is booted from the disk; that boot is cached
 like a step.
 """
 
@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from aenv.errors import InvalidRequestError
+from aenv.errors import IncompatibleSnapshotError, InvalidRequestError
 from aenv.image.rootfs import pull_rootfs
 from aenv.orchestrator.builds import CachedLayer
-from aenv.orchestrator.catalog import find
+from aenv.orchestrator.catalog import find, written
+from aenv.orchestrator.model import SavedSnapshot, Template
 from aenv.snapshot.model import DiskLayer, Snapshot
 from aenv.template import context as contexts
 from aenv.template import keys, scripts
@@ -41,6 +42,7 @@ class Origin:
     snapshot: Snapshot | None = None
     initramfs_sha256: str = ""  # of the snapshot's guest
     rootfs: Path | None = None
+    settled: bool = True  # whether the snapshot's disk has all that its guest wrote
     start_cmd: str = ""  # of the template it comes from; it runs in the snapshot
     ready_cmd: str = ""
 
@@ -62,11 +64,13 @@ class Origins:
         if template is None and plan.image is not None and is_base(plan.image):
             template = find(self._workshop.store.templates.rows.values(), BASE)
         if template is not None:
-            journal.write(f"FROM template {template.aliases[0] if template.aliases else template.id}", step=BASE)
+            journal.write(f"FROM {_called(template)}", step=BASE)
             snapshot = self._workshop.store.snapshots.get(template.snapshot_id)
             if snapshot is None:
-                raise InvalidRequestError("The template to build from has been deleted.")
+                raise InvalidRequestError("The template or snapshot to build from has been deleted.")
             context = Context(template.env_vars, template.default_user, template.default_workdir)
+            if isinstance(template, SavedSnapshot):
+                return Origin(keys.of_snapshot(snapshot.id), context, snapshot, settled=not snapshot.has_memory)
             return Origin(
                 keys.of_snapshot(snapshot.id), context, snapshot, template.initramfs_sha256,
                 start_cmd=template.start_cmd, ready_cmd=template.ready_cmd,
@@ -93,6 +97,7 @@ class Origins:
         workshop, snapshot = self._workshop, origin.snapshot
         if (
             snapshot is not None
+            and origin.settled
             and not origin.start_cmd
             and workshop.runs_here(snapshot, origin.initramfs_sha256, plan.shape)
         ):
@@ -114,13 +119,15 @@ class Origins:
             pins.add(origin.snapshot.id)
             parent = workshop.store.layers[origin.snapshot.disk]
             disk_mib = origin.snapshot.disk_mib
+            if not origin.settled:
+                parent = await self._settle(origin.snapshot, pins)
         else:
             assert origin.rootfs is not None
             parent, disk_mib = self._import(origin.rootfs), workshop.settings.default_disk
         try:
             machine = await workshop.boot(parent, plan.shape, disk_mib, pins)
         except BaseException:
-            if origin.snapshot is None:
+            if parent.id not in workshop.store.layers.rows:
                 workshop.layout.layer(parent).unlink(missing_ok=True)
             raise
         try:
@@ -146,8 +153,32 @@ class Origins:
         self._cache.put(layer)
         return layer
 
+    async def _settle(self, snapshot: Snapshot, pins: Pins) -> DiskLayer:
+        """The disk of a snapshot with what was in its guest's memory only; a layer without a record.
+
+        Raises IncompatibleSnapshotError where it cannot run.
+        """
+        differences = snapshot.fingerprint.mismatches(self._workshop.vmm.fingerprint)
+        if differences:
+            raise IncompatibleSnapshotError(
+                f"The snapshot to build from cannot be restored here: {'; '.join(differences)}.",
+                "Take it anew, or without memory.",
+            )
+        machine = await self._workshop.restore(snapshot, pins)
+        try:
+            return await machine.settle()
+        finally:
+            await machine.close()
+
     def _import(self, rootfs: Path) -> DiskLayer:
         """The image as a disk layer: a second name of the same file, which is never written."""
         layer = DiskLayer(secrets.token_hex(10), None, "raw")
         os.link(rootfs, self._workshop.layout.layer(layer))
         return layer
+
+
+def _called(value: Template | SavedSnapshot) -> str:
+    """For the build's log."""
+    if isinstance(value, Template):
+        return f"template {value.aliases[0] if value.aliases else value.id}"
+    return f"snapshot {value.id if value.name is None else written(value.name, value.tag)}"

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from aenv.orchestrator.model import Template
+from aenv.orchestrator.model import SavedSnapshot, Template
 from aenv.template import keys
 from aenv.template.steps import Copy, Run, Step
 from aenv.vmm.protocol import MachineShape
@@ -19,13 +19,16 @@ class RegistryLogin:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A build's work. Exactly one of ``image`` and ``template`` is set; ``force`` ignores everything cached."""
+    """A build's work. Exactly one of ``image`` and ``template`` is set; ``force`` ignores everything cached.
+
+    ``template`` may be a saved snapshot: whatever sandboxes start from.
+    """
 
     shape: MachineShape
     steps: Sequence[Step]
     image: str | None = None
     login: RegistryLogin | None = None
-    template: Template | None = None
+    template: Template | SavedSnapshot | None = None
     start_cmd: str = ""
     ready_cmd: str = ""
     force: bool = False

@@ -19,7 +19,8 @@ from aenv.errors import AenvError, ConflictError, InvalidRequestError, NotFoundE
 from aenv.orchestrator import catalog
 from aenv.orchestrator.builds import Build, BuildStatus, Failure
 from aenv.orchestrator.capacity import Capacity, free_disk_mib
-from aenv.orchestrator.model import TagTarget, Template
+from aenv.orchestrator.model import SavedSnapshot, TagTarget, Template
+from aenv.orchestrator.saved import SavedSnapshots
 from aenv.orchestrator.store import Store
 from aenv.template import publishing
 from aenv.template.archives import Archives
@@ -65,6 +66,7 @@ class TemplateService:
         self._settings = settings
         self._workshop = workshop
         self._store: Store = workshop.store
+        self._saved = SavedSnapshots(self._store)
         self._engine = engine
         self._capacity = capacity
         self._cache = cache
@@ -161,9 +163,9 @@ class TemplateService:
         if body.image and body.template:
             raise InvalidRequestError("Give either fromImage or fromTemplate, not both.")
         steps = parse(body.steps)
-        template: Template | None = None
+        template: Template | SavedSnapshot | None = None
         if body.template:
-            template = catalog.resolve(self._store.templates.rows.values(), self._store.builds.rows, body.template)
+            template = self._saved.origin(body.template)
         elif body.image is None or is_base(body.image):
             template = self._find(BASE)
         return Plan(
