@@ -3,12 +3,30 @@
 A snapshot names a device state, a memory (an immutable base file and an optional delta) and a frozen disk layer; or
 the disk layer alone, from which a VM boots. Bases and layers are shared between snapshots; what nothing names is
 garbage (``aenv.snapshot.reachability``).
+
+A base, and the lowest layer of a disk, may be a volume: layers of the repository, read on demand through the layer
+server. Its id is derived from them, so that snapshots with the same contents share one file and its page cache.
 """
 
+import hashlib
 from dataclasses import dataclass
 from datetime import datetime
 
+from aenv.snapshot.manifest import Volume
 from aenv.vmm.protocol import Fingerprint, MachineShape
+
+_VOLUME = "v-"
+
+
+def volume_id(volume: Volume) -> str:
+    """The id of a disk layer or memory base that is ``volume``: the same for the same layers and size."""
+    text = f"{volume.virtual_size} {' '.join(layer.digest for layer in volume.layers)}"
+    return _VOLUME + hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def is_volume(item_id: str) -> bool:
+    """Whether a disk layer or memory base of that id is read from the layer server."""
+    return item_id.startswith(_VOLUME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +66,19 @@ class Snapshot:
     fingerprint: Fingerprint
     guest_token: str | None  # envd's access token at the moment of capture
     created_at: datetime
+    parent: str | None = None  # the snapshot that its VM was started from or that was taken of it before
 
     @property
     def has_memory(self) -> bool:
         return self.memory_base is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What a local object reads as, in layers of the repository.
+
+    ``id`` is that of a disk layer (with all below it), of a memory base, or of a snapshot (its memory).
+    """
+
+    id: str
+    volume: Volume

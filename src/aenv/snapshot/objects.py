@@ -4,16 +4,36 @@ Keys are relative paths with ``/``. A store is strongly consistent: what a ``put
 is seen by every ``get``, ``head`` and ``list`` that begins afterwards, from any node (S3 since December 2020; POSIX).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from aenv.errors import AenvError
 from aenv.storage.source import Source
 
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+MAX_DELETE = 1000  # keys of one request: DeleteObjects of S3
+
 Step = Callable[[int], None]  # called with the number of bytes just done
+
+
+def in_parallel(count: int, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """The results in order, ``count`` at once. The first error is raised when those under way have ended."""
+    if count <= 1:
+        return [function(item) for item in items]
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(function, items))
+
+
+class OpenObject(Source, Protocol):
+    """A source that holds a descriptor, perhaps, until it is closed."""
+
+    def close(self) -> None: ...
 
 
 class ObjectMissingError(AenvError):
@@ -41,13 +61,17 @@ class ObjectStore(Protocol):
     full, and what is said at each.
     """
 
+    @property
+    def parallel(self) -> int:
+        """How many requests at once it is worth making."""
+
     def describe(self) -> str:
         """For people: where it is."""
 
     def get(self, key: str) -> tuple[bytes, ObjectInfo]:
         """A small object whole. Raises ObjectMissingError."""
 
-    def open(self, key: str, size: int) -> Source:
+    def open(self, key: str, size: int) -> OpenObject:
         """An object of ``size`` bytes, to be read by range. It need not be asked for before the first read."""
 
     def head(self, key: str) -> ObjectInfo | None:
@@ -68,8 +92,14 @@ class ObjectStore(Protocol):
         Raises CorruptFileError, and writes nothing, when the bytes do not have that digest.
         """
 
-    def delete(self, key: str) -> None:
-        """Without error when there is no such object."""
+    def refresh(self, key: str, data: bytes) -> None:
+        """Set ``modified`` of the object, which has these bytes, to now; written anew when it is gone.
+
+        Not ``put``: a folder that is listed meanwhile may lack a file that is replaced (tmpfs, btrfs), not this one.
+        """
+
+    def delete(self, *keys: str) -> None:
+        """Durably, without error when there is no such object. At most ``MAX_DELETE`` at once."""
 
     def sweep(self, before: datetime) -> int:
         """Remove what crashed writers left that no key names and nobody has touched since; how many things."""

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from aenv.snapshot.manifest import LayerRef, Manifest
-from aenv.storage.source import Source
+from aenv.snapshot.objects import OpenObject
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -109,9 +109,6 @@ class Claim(Protocol):
         Raises SourceError.
         """
 
-    def remove(self, digests: Iterable[str]) -> None:
-        """Claim less. Raises SourceError; the layers are then still claimed."""
-
     def renew(self) -> None:
         """Raises SourceError."""
 
@@ -143,7 +140,7 @@ class Repository(Protocol):
         CorruptFileError when the file does not have ``digest``.
         """
 
-    def open_layer(self, ref: LayerRef) -> Source:
+    def open_layer(self, ref: LayerRef) -> OpenObject:
         """Read by range; its reads raise SourceError. Nothing is verified but the size."""
 
     def fetch(self, ref: LayerRef, path: Path, progress: Progress | None = None) -> None:
@@ -190,8 +187,14 @@ class Repository(Protocol):
         When it returns, each layer is there for good, or is not there and has to be stored.
         """
 
-    def drop_claims(self, owner: str, keep: Claim | None = None) -> int:
-        """Remove what former processes of ``owner`` left; how many. A node calls it after its first own claim."""
+    def acquire(self, snapshot_id: str, owner: str) -> tuple[Manifest, Claim]:
+        """A snapshot and a claim of all that it names, which is there then: what a node runs it from.
+
+        Raises SnapshotNotFoundError, CorruptFileError.
+        """
+
+    def drop_claims(self, owner: str, keep: Iterable[Claim] = ()) -> int:
+        """Remove claims that former processes of ``owner`` left; how many. A node that starts claims anew first."""
 
     def gc(self, grace: timedelta) -> GcReport:
         """Delete the layers that no snapshot names, nobody claims, and that are older than ``grace``.
