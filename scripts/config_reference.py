@@ -29,6 +29,7 @@ SECTIONS = {
     "max_sandboxes": "Limits and pools",
     "slot_cidr": "Network",
     "registries": "Images",
+    "repository": "Repository of snapshots",
     "max_builds": "Template builds",
     "log_level": "Logs and metrics",
 }
@@ -40,7 +41,7 @@ HEAD = f"""# Configuration
 Every setting has a default, so a node runs without any configuration. A setting is taken from the first of
 
 1. the command line of `aenv-server` (only the options [below](#command-line));
-2. the environment: setting `x` is `AENV_X`;
+2. the environment: setting `x` is `AENV_X`, setting `y` of a table `x` is `AENV_X__Y`;
 3. the TOML file that `AENV_CONFIG` names, or `{DEFAULT_CONFIG_FILE}` when `AENV_CONFIG` is not set;
 4. the default.
 
@@ -80,7 +81,7 @@ def type_name(annotation: Any) -> str:
         return ", ".join(f"`{value}`" for value in get_args(annotation))
     if get_origin(annotation) is list:
         return "list of texts"
-    if get_origin(annotation) is dict:
+    if get_origin(annotation) is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
         return "table"
     members = [member for member in get_args(annotation) if member is not type(None)]
     if members:
@@ -89,7 +90,9 @@ def type_name(annotation: Any) -> str:
 
 
 def entry_model(field: FieldInfo) -> type[BaseModel] | None:
-    """The model of the entries of a table such as ``dict[str, Model]``."""
+    """The model of the entries of a table such as ``dict[str, Model]``, or of the table itself."""
+    if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+        return field.annotation
     if get_origin(field.annotation) is not dict:
         return None
     kind = get_args(field.annotation)[1]
@@ -98,6 +101,8 @@ def entry_model(field: FieldInfo) -> type[BaseModel] | None:
 
 def default_text(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
+    if isinstance(value, BaseModel):
+        return "as below"
     if value is None:
         return "unset"
     return f"`{json.dumps(value if isinstance(value, (list, dict, int, float)) else str(value))}`"
@@ -124,7 +129,13 @@ def settings_tables() -> str:
             entries = []
         lines.append(row(name, field))
         if model := entry_model(field):
-            entries += ["", f'An entry of `{name}`, in TOML `[{name}."KEY"]`:', "", *columns]
+            own = field.annotation is model
+            what = (
+                f"The table `{name}`, in TOML `[{name}]`:"
+                if own
+                else f'An entry of `{name}`, in TOML `[{name}."KEY"]`:'
+            )
+            entries += ["", what, "", *columns]
             entries += [row(key, inner) for key, inner in model.model_fields.items()]
     return "\n".join(lines + entries)
 

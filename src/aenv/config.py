@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -40,14 +40,50 @@ class RegistrySettings(BaseModel):
     password: str | None = Field(default=None, repr=False)
 
 
+class RepositorySettings(BaseModel):
+    """Where committed snapshots are kept: a folder, perhaps shared between nodes, or an S3 bucket."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    backend: Literal["posix_fs", "s3"] = Field(default="posix_fs", description="A folder, or a bucket")
+    path: Path | None = Field(default=None, description="The folder of posix_fs; `$AENV_HOME/repository` when unset")
+    bucket: str | None = Field(default=None, description="Bucket; needed for s3")
+    region: str | None = Field(default=None, description="Region of the bucket; needed for s3, never guessed")
+    prefix: str = Field(default="", description="Keys begin with it; several repositories may share a bucket")
+    endpoint: str | None = Field(default=None, description="http(s)://host[:port] of a server that is not AWS's")
+    addressing: Literal["path", "virtual"] = Field(default="path", description="Bucket in the URL's path or its host")
+    ca_file: Path | None = Field(default=None, description="PEM file of the authority that signed its certificate")
+    access_key_id: str | None = Field(default=None, description="Key; from AWS's usual environment when unset")
+    secret_access_key: str | None = Field(default=None, repr=False, description="Secret of the key")
+    session_token: str | None = Field(default=None, repr=False, description="Token of temporary keys")
+    credential_process: str | None = Field(
+        default=None, description="Command that prints keys as JSON, as the AWS CLI defines it; asked again in time"
+    )
+
+    @model_validator(mode="after")
+    def _complete(self) -> "RepositorySettings":
+        if self.backend == "s3" and not (self.bucket and self.region):
+            raise ValueError("an s3 repository needs both a bucket and a region")
+        if self.endpoint and not self.endpoint.startswith(("http://", "https://")):
+            raise ValueError("the endpoint of a repository begins with http:// or https://")
+        if bool(self.access_key_id) != bool(self.secret_access_key):
+            raise ValueError("access_key_id and secret_access_key of a repository are given both or not at all")
+        if self.access_key_id and self.credential_process:
+            raise ValueError("a repository has static keys or a credential_process, not both")
+        return self
+
+
 class Settings(BaseSettings):
     """One node's settings. Sizes are MiB, times are seconds, unless a name says otherwise.
 
     The TOML file is the one named by ``AENV_CONFIG``, else ``/etc/aenv/config.toml`` when it exists; its keys are
-    the field names below, and each field ``x`` can be overridden by ``AENV_X`` (a list: separated by commas).
+    the field names below, and each field ``x`` can be overridden by ``AENV_X`` (a list: separated by commas; field
+    ``y`` of a table ``x``: ``AENV_X__Y``).
     """
 
-    model_config = SettingsConfigDict(env_prefix="AENV_", env_ignore_empty=True, extra="forbid")
+    model_config = SettingsConfigDict(
+        env_prefix="AENV_", env_ignore_empty=True, env_nested_delimiter="__", extra="forbid"
+    )
 
     home: Path = Field(Path("/var/lib/aenv"), description="State: database, templates, sandboxes' disks")
     runtime: Path = Field(Path("/run/aenv"), description="Transient state: sockets; may be a tmpfs")
@@ -93,6 +129,10 @@ class Settings(BaseSettings):
     )
     docker_config: Path | None = Field(None, description="Docker's config.json; where Docker looks, when unset")
     image_cache: int = Field(20480, ge=0, description="Blobs and converted images kept, MiB; the least used go")
+
+    repository: RepositorySettings = Field(
+        default_factory=RepositorySettings, description="Where committed snapshots are kept"
+    )
 
     max_builds: int | None = Field(None, ge=1, le=64, description="Template builds at once; one per core when unset")
     build_timeout: float = Field(3600.0, gt=0, description="Longest time one template build may take, seconds")
