@@ -47,7 +47,7 @@ class Checkpoint:
 
 class Checkpoints:
     def __init__(self, layout: Layout, store: Store, machines: Machines, fingerprint: Fingerprint) -> None:
-        self._layout = layout
+        self.layout = layout
         self._store = store
         self._machines = machines
         self._fingerprint = fingerprint
@@ -77,7 +77,7 @@ class Checkpoints:
                 commit(point)
             except BaseException:
                 if point.base is not None:
-                    self._layout.memory(point.base.id).unlink(missing_ok=True)
+                    self.layout.memory(point.base.id).unlink(missing_ok=True)
                 raise
             return point
 
@@ -93,7 +93,7 @@ class Checkpoints:
         started = time.monotonic()
         async with self._stopped(sandbox, machine, snapshot_id, settle=not memory):
             delta = await self._capture(machine, snapshot_id) if memory else None
-            await machine.vm.rebase_disk(self._layout.layer(layer))
+            await machine.vm.rebase_disk(self.layout.layer(layer))
         # Whatever happens from here on, the VM writes to the new layer.
         current = self._store.sandboxes[sandbox.id]
         try:
@@ -114,7 +114,7 @@ class Checkpoints:
             )
             return await self._finished(snapshot_id, sandbox, delta, owner=None)
         except BaseException:
-            remove(self._layout.snapshot(snapshot_id))
+            remove(self.layout.snapshot(snapshot_id))
             raise
 
     @asynccontextmanager
@@ -122,8 +122,8 @@ class Checkpoints:
         self, sandbox: Sandbox, machine: Machine, snapshot_id: str, *, settle: bool
     ) -> AsyncIterator[None]:
         """The VM stopped, with ``settle`` its disk in order. It runs on if anything fails, and no file is left."""
-        with disk_errors(self._layout.snapshot(snapshot_id)):
-            self._layout.snapshot(snapshot_id).mkdir(mode=0o700)
+        with disk_errors(self.layout.snapshot(snapshot_id)):
+            self.layout.snapshot(snapshot_id).mkdir(mode=0o700)
         try:
             if settle:
                 await self._machines.freeze(sandbox, machine)
@@ -140,7 +140,7 @@ class Checkpoints:
                 await self._thaw(sandbox, machine)
         except AenvError as error:
             log.error("VM could not run on after a failed capture", vm=machine.vm.id, error=str(error))
-        remove(self._layout.snapshot(snapshot_id))
+        remove(self.layout.snapshot(snapshot_id))
 
     async def _thaw(self, sandbox: Sandbox, machine: Machine) -> None:
         """Let the guest write again; if it does not answer now, as soon as it does. Raises GuestUnresponsiveError."""
@@ -159,7 +159,7 @@ class Checkpoints:
 
     async def _capture(self, machine: Machine, snapshot_id: str) -> int:
         """Device state and memory of a stopped VM; the bytes of memory that were written, at least 1."""
-        stats = await machine.vm.capture(self._layout.state(snapshot_id), self._layout.delta(snapshot_id))
+        stats = await machine.vm.capture(self.layout.state(snapshot_id), self.layout.delta(snapshot_id))
         log.debug(
             "captured",
             sandbox=machine.sandbox_id,
@@ -179,7 +179,7 @@ class Checkpoints:
             return Checkpoint(self._snapshot(snapshot_id, sandbox, owner, sandbox.memory_base, delta_bytes))
         # This VM booted: what it captured is relative to nothing, and is all of its memory.
         base = secrets.token_hex(10)
-        path, delta = self._layout.memory(base), self._layout.delta(snapshot_id)
+        path, delta = self.layout.memory(base), self.layout.delta(snapshot_id)
         try:
             await asyncio.to_thread(compose, None, delta, path)
         except BaseException:

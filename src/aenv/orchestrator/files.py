@@ -5,7 +5,8 @@ import os
 import secrets
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,17 +16,14 @@ from aenv.background import Background
 from aenv.errors import AenvError
 from aenv.orchestrator import lifecycle
 from aenv.orchestrator.machines import Machines
-from aenv.orchestrator.model import Sandbox
 from aenv.orchestrator.store import Store
 from aenv.snapshot.model import DiskLayer, MemoryBase, Snapshot
 from aenv.snapshot.reachability import chain, find_garbage
 from aenv.storage.layout import Layout, allocated_bytes, remove
 from aenv.storage.lsmt import compose
-from aenv.storage.merge import merge_layers
 
 log = structlog.get_logger()
 
-MAX_CHAIN = 12  # disk layers above which a paused sandbox's chain is merged; each costs an open on resume
 MERGE_DELTA = 64 << 20  # bytes of memory delta above which it is merged into a base while nobody waits
 
 
@@ -36,6 +34,18 @@ class SnapshotFiles:
         self._machines = machines
         self.background = Background()
         self.pinned: Counter[str] = Counter()  # snapshots in use by template builds, which no record names yet
+        self._read: Counter[str] = Counter()  # disk layers that work in progress reads
+
+    @contextmanager
+    def reading(self, layers: Sequence[DiskLayer]) -> Iterator[None]:
+        """Keep these layers, whatever becomes of the records that name them."""
+        names = [layer.id for layer in layers]
+        self._read.update(names)
+        try:
+            yield
+        finally:
+            self._read.subtract(names)
+            self._read += Counter()  # drops zeros
 
     async def prepare_for(self, snapshot: Snapshot, children: int) -> Snapshot:
         """Merge the memory delta into a base of its own if that moves fewer bytes than copying it each time."""
@@ -68,12 +78,9 @@ class SnapshotFiles:
         self.collect_garbage()
         return composed
 
-    def tidy(self, sandbox: Sandbox, snapshot: Snapshot) -> None:
+    def tidy(self, snapshot: Snapshot) -> None:
         """After a pause: drop what the previous snapshot alone kept, and merge what has grown."""
         self.collect_garbage()
-        depth = len(chain(self._store.layers.rows, snapshot.disk))
-        if depth > MAX_CHAIN:
-            self.background.spawn(self._merge_disk(sandbox.id, snapshot))
         self.merge_memory(snapshot)
 
     def merge_memory(self, snapshot: Snapshot) -> None:
@@ -83,33 +90,6 @@ class SnapshotFiles:
 
     async def _merge_memory(self, snapshot: Snapshot, base: str) -> None:
         await self._compose(snapshot, base)
-
-    async def _merge_disk(self, sandbox_id: str, snapshot: Snapshot) -> None:
-        """Write all layers above the base image into one new layer, and swap it in if nothing has changed.
-
-        All layers involved are frozen, so the sandbox need not be locked while this reads them.
-        """
-        layers = chain(self._store.layers.rows, snapshot.disk)
-        base = layers[-1]
-        merged = DiskLayer(id=secrets.token_hex(10), parent=base.id, format="qcow2")
-        path = self._layout.layer(merged)
-        try:
-            await merge_layers(self._layout.layer(layers[0]), self._layout.layer(base), base.format, path)
-        except (AenvError, OSError) as error:
-            log.error("disk layers could not be merged", sandbox=sandbox_id, error=str(error))
-            return
-        await asyncio.to_thread(sync_all, [path])  # what it replaces may have been made durable
-        sandbox = self._store.sandboxes.get(sandbox_id)
-        current = self._store.snapshots.get(snapshot.id)
-        if current is None or sandbox is None or sandbox.disk != snapshot.disk:
-            path.unlink(missing_ok=True)  # it was resumed or killed meanwhile
-            return
-        with self._store.transaction():
-            self._store.layers.put(merged)
-            self._store.snapshots.put(replace(current, disk=merged.id))
-            self._store.sandboxes.put(replace(sandbox, disk=merged.id))
-        log.info("merged disk layers", sandbox=sandbox_id, layers=len(layers) - 1)
-        self.collect_garbage()
 
     async def make_durable(self, snapshot: Snapshot) -> None:
         """Have the host's disk hold all that the snapshot names. CapacityError or OSError when it cannot.
@@ -149,7 +129,7 @@ class SnapshotFiles:
                 *(layer.snapshot_id for layer in store.build_cache.rows.values()),
                 *self.pinned,
             ],
-            named_layers=[s.disk for s in sandboxes if s.disk],
+            named_layers=[*(s.disk for s in sandboxes if s.disk), *self._read],
             named_memory=[s.memory_base for s in sandboxes if s.memory_base],
         )
         if not garbage:

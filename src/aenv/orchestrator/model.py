@@ -75,6 +75,7 @@ class Sandbox:
     envd_version: str
     parent_id: str | None = None  # the sandbox this one was forked from
     snapshot_id: str | None = None  # what it was started or last resumed from, or is paused in
+    captured_id: str | None = None  # the last snapshot of it while it ran on, since then
     disk: str | None = None  # id of its writable disk layer
     memory_base: str | None = None  # the memory file its VM maps; what it captures is relative to that. None: booted
     vm_id: str | None = None  # set while a VM process belongs to it
@@ -168,6 +169,15 @@ class SavedSnapshot:
     env_vars: Mapping[str, str] = field(default_factory=dict)  # of every process of its sandboxes
     default_user: str = "user"
     default_workdir: str | None = None  # None: the user's home
+    imported: bool = False  # from the repository, where another node put it
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A name in the repository that this node gave: ``id`` is ``name:tag``."""
+
+    id: str
+    snapshot_id: str
 
 
 @dataclass(frozen=True, slots=True)

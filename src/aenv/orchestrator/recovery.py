@@ -18,6 +18,7 @@ from aenv.network.pool import SlotPool
 from aenv.network.slot import NetworkSlot
 from aenv.orchestrator import lifecycle, records
 from aenv.orchestrator.capacity import Capacity
+from aenv.orchestrator.compaction import parent_of
 from aenv.orchestrator.lifecycle import Recovery
 from aenv.orchestrator.machines import Machines, egress_policy
 from aenv.orchestrator.model import Sandbox, SandboxState
@@ -115,11 +116,16 @@ async def _surviving(sandbox: Sandbox, vms: dict[str, Vm], slots: SlotPool) -> t
 
 
 async def _adopt(store: Store, sandbox: Sandbox, vm: Vm, disk: Path) -> Sandbox:
-    """Record the disk layer that the VM writes to, and let it run on if it was stopped for a capture."""
+    """Record the disk layer that the VM writes to and what is below it, and let the VM run on if it was stopped for
+    a capture.
+
+    The last server may have died before it had recorded a new layer, or a merged one that it had put below.
+    """
     adopted = replace(sandbox, state=SandboxState.RUNNING, disk=disk.stem)
+    layer = DiskLayer(id=disk.stem, parent=await asyncio.to_thread(parent_of, disk), format="qcow2")
     with store.transaction():
-        if disk.stem not in store.layers.rows:
-            store.layers.put(DiskLayer(id=disk.stem, parent=sandbox.disk, format="qcow2"))
+        if store.layers.get(layer.id) != layer:
+            store.layers.put(layer)
         store.sandboxes.put(adopted)
     await vm.cont()
     return adopted

@@ -16,14 +16,17 @@ from pydantic import TypeAdapter, ValidationError
 
 from aenv.errors import CapacityError, CorruptFileError
 from aenv.orchestrator.builds import Build, CachedLayer
-from aenv.orchestrator.model import Sandbox, SavedSnapshot, Template
-from aenv.snapshot.model import DiskLayer, MemoryBase, Snapshot
+from aenv.orchestrator.model import Published, Sandbox, SavedSnapshot, Template
+from aenv.snapshot.model import Committed, DiskLayer, MemoryBase, Snapshot
 from aenv.storage.database import check_version, open_private
 
 SCHEMA_VERSION = 1
 RESERVE = 4 << 20  # bytes; SQLite starts its log of changes over at about this size
 
-Record = TypeVar("Record", Sandbox, Template, SavedSnapshot, Snapshot, DiskLayer, MemoryBase, Build, CachedLayer)
+Record = TypeVar(
+    "Record",
+    Sandbox, Template, SavedSnapshot, Snapshot, DiskLayer, MemoryBase, Build, CachedLayer, Committed, Published,
+)  # fmt: skip
 
 
 class Table(Generic[Record]):
@@ -126,6 +129,8 @@ class Store:
         self.memory = Table(self._database, "memory", MemoryBase)
         self.builds = Table(self._database, "builds", Build)
         self.build_cache = Table(self._database, "build_cache", CachedLayer)
+        self.committed = Table(self._database, "committed", Committed)
+        self.published = Table(self._database, "published", Published)
         self._tables = (
             self.sandboxes,
             self.templates,
@@ -135,6 +140,8 @@ class Store:
             self.memory,
             self.builds,
             self.build_cache,
+            self.committed,
+            self.published,
         )
         self._reserve()
 

@@ -18,6 +18,7 @@ from aenv.errors import AenvError, CapacityError, ConflictError, SandboxNotFound
 from aenv.orchestrator import lifecycle, records
 from aenv.orchestrator.capacity import Capacity
 from aenv.orchestrator.checkpoint import Checkpoint, Checkpoints
+from aenv.orchestrator.compaction import Compaction
 from aenv.orchestrator.expiry import Expiry
 from aenv.orchestrator.machines import Machine, Machines
 from aenv.orchestrator.model import ForkOutcome, Sandbox, SandboxState
@@ -37,6 +38,7 @@ class Transitions:
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self.background = Background()
         self.expiry = Expiry(self._expire)
+        self.compaction = Compaction(store, machines, checkpoints, self.locked)
 
     # -- records ----------------------------------------------------------------------------------------
 
@@ -120,7 +122,8 @@ class Transitions:
         paused = self._store.sandboxes[sandbox.id]
         self._machines.retire(sandbox.id)
         self._capacity.give_back()
-        self._checkpoints.files.tidy(paused, checkpoint.snapshot)
+        self._checkpoints.files.tidy(checkpoint.snapshot)
+        self.compaction.consider(paused)
         return paused
 
     def _paused(self, checkpoint: Checkpoint) -> None:
@@ -184,7 +187,9 @@ class Transitions:
         await self._machines.wait_ready(machine)
         if not memory:
             await self._machines.check_health(machine)
-        return await self._checkpoints.fork_point(sandbox, machine, memory=memory)
+        checkpoint = await self._checkpoints.fork_point(sandbox, machine, memory=memory)
+        self.compaction.consider(self._store.sandboxes[sandbox.id])
+        return checkpoint
 
     # -- ending -----------------------------------------------------------------------------------------
 

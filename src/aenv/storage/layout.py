@@ -1,8 +1,9 @@
 """Where everything of a node lives on disk. Paths only; nothing is created here but by ``create``.
 
 ``home`` (durable)                       ``runtime`` (transient)
-  aenv.db        SQLite, WAL               vms/<vm>/   QMP socket, process record
-  accounts.db    keys, tokens, secrets, volumes: mode 0600
+  aenv.db        SQLite, WAL               vms/<vm>/     QMP socket, process record
+  accounts.db    keys, tokens, secrets,    layers/<id>   committed volumes, from the layer server
+                 volumes: mode 0600
   logs.db        sandboxes' logs: mode 0600
   api-key        mode 0600
   lock           held by the server
@@ -14,6 +15,7 @@
   vms/<vm>/console.log
   builds/<build>.jsonl       logs of template builds
   template-files/<sha256>    archives uploaded for template builds
+  commits/       layers on their way to the repository
 
 A file becomes part of the node by the database row that names it, written after the file is complete. So
 whatever no row names when the server starts is debris of a crash and is removed.
@@ -24,7 +26,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from aenv.snapshot.model import DiskLayer
+from aenv.snapshot.model import DiskLayer, is_volume
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +58,20 @@ class Layout:
     def vms(self) -> Path:
         return self.home / "vms"
 
+    @property
+    def commits(self) -> Path:
+        return self.home / "commits"
+
+    def volume(self, volume_id: str) -> Path:
+        return self.runtime / "layers" / volume_id
+
     def layer(self, layer: DiskLayer) -> Path:
+        if is_volume(layer.id):
+            return self.volume(layer.id)
         return self.home / "layers" / f"{layer.id}.{layer.format}"
 
     def memory(self, memory_id: str) -> Path:
-        return self.home / "memory" / memory_id
+        return self.volume(memory_id) if is_volume(memory_id) else self.home / "memory" / memory_id
 
     def snapshot(self, snapshot_id: str) -> Path:
         return self.home / "snapshots" / snapshot_id
@@ -91,7 +102,7 @@ class Layout:
     def create(self) -> None:
         """Make the folders, readable by root alone: they hold guests' memory and disks."""
         self.home.mkdir(parents=True, exist_ok=True)
-        for name in ("artifacts", "layers", "memory", "snapshots", "sandboxes", "vms"):
+        for name in ("artifacts", "layers", "memory", "snapshots", "sandboxes", "vms", "commits"):
             (self.home / name).mkdir(mode=0o700, exist_ok=True)
         self.runtime.mkdir(parents=True, exist_ok=True, mode=0o700)
 
@@ -111,6 +122,7 @@ class Layout:
             "snapshots": set(snapshots),
             "sandboxes": set(sandboxes),
             "vms": set(vms),
+            "commits": set(),
         }
         removed = []
         for folder, names in wanted.items():
