@@ -54,7 +54,7 @@ def _header(flags: int, index_offset: int, index_size: int, virtual_size: int) -
 class LayerWriter:
     """Writes a layer at ``path`` through a temporary neighbour; nothing is visible before ``commit``.
 
-    Extents must come in ascending order and not overlap. Raises CapacityError when the disk is full, and removes
+    Extents must not overlap; the index is sorted at the end. Raises CapacityError when the disk is full, and removes
     the temporary file whenever it is left without ``commit``. Nothing is synced: see ``commit``.
     """
 
@@ -81,7 +81,7 @@ class LayerWriter:
         """Data bytes so far, without header and index."""
         return self._position - BLOCK
 
-    def add(self, offset: Words, length: Words, data: memoryview | bytes) -> None:
+    def add(self, offset: Words, length: Words, data: memoryview | bytes | bytearray) -> None:
         """Append extents whose contents are ``data``, back to back."""
         self._write(data, self._position)
         ends = np.cumsum(length, dtype=np.uint64)
@@ -114,7 +114,7 @@ class LayerWriter:
             self._fd = -1
             self._temporary.replace(self._path)
 
-    def _write(self, data: memoryview | bytes, position: int) -> None:
+    def _write(self, data: memoryview | bytes | bytearray, position: int) -> None:
         with disk_errors(self._path):
             view = memoryview(data)
             while view:

@@ -99,35 +99,33 @@ class Stack:
         if len(segments) == 1:
             layer, position, _ = segments[0]
             return bytes(length) if layer == ZERO else self.layers[layer].source.read(position, length)
-        return self.gather(segments, length)
+        return bytes(gather([layer.source for layer in self.layers], segments, length))
 
-    def gather(self, segments: Iterable[Segment], total: int) -> bytes:
-        """The contents of ``segments``, ``total`` bytes, one after the other.
 
-        Pieces that are near each other in one blob are read at once: scattered pages were mostly written together.
-        """
-        out = bytearray(total)
-        wanted = []
-        at = 0
-        for layer, position, length in segments:
-            if layer != ZERO:
-                wanted.append((layer, position, length, at))
-            at += length
-        wanted.sort()
-        i = 0
-        while i < len(wanted):
-            layer, begin, length, at = wanted[i]
-            end, j = begin + length, i + 1
-            while j < len(wanted) and wanted[j][0] == layer and wanted[j][1] - end <= _COALESCE:
-                end, j = max(end, wanted[j][1] + wanted[j][2]), j + 1
-            data = self.layers[layer].source.read(begin, end - begin)
-            if len(data) != end - begin:
-                raise CorruptFileError(f"A layer returned {len(data)} bytes instead of {end - begin}.")
-            if j == i + 1:
-                out[at : at + length] = data
-            else:
-                view = memoryview(data)
-                for _, position, length, at in wanted[i:j]:
-                    out[at : at + length] = view[position - begin : position - begin + length]
-            i = j
-        return bytes(out)
+def gather(blobs: Sequence[Source], segments: Iterable[Segment], total: int) -> bytearray:
+    """The contents of ``segments`` of ``blobs``, ``total`` bytes, one after the other.
+
+    Pieces that are near each other in one blob are read at once: scattered pages were mostly written together.
+    """
+    out = bytearray(total)
+    wanted = []
+    at = 0
+    for layer, position, length in segments:
+        if layer != ZERO:
+            wanted.append((layer, position, length, at))
+        at += length
+    wanted.sort()
+    i = 0
+    while i < len(wanted):
+        layer, begin, length, at = wanted[i]
+        end, j = begin + length, i + 1
+        while j < len(wanted) and wanted[j][0] == layer and wanted[j][1] - end <= _COALESCE:
+            end, j = max(end, wanted[j][1] + wanted[j][2]), j + 1
+        data = blobs[layer].read(begin, end - begin)
+        if len(data) != end - begin:
+            raise CorruptFileError(f"A layer returned {len(data)} bytes instead of {end - begin}.")
+        view = memoryview(data)
+        for _, position, length, at in wanted[i:j]:
+            out[at : at + length] = view[position - begin : position - begin + length]
+        i = j
+    return out
