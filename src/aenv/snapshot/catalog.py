@@ -102,10 +102,16 @@ class Catalog:
         self._update(shard_key(name), change)
 
     def remove(self, name: str, tag: str, expected: str | Anything) -> None:
+        tried = False
+
         def change(shard: Shard) -> bool:
+            nonlocal tried
             value = shard.get(name, {}).get(tag)
             if value is None:
+                if tried:  # by an update whose answer was lost, or by somebody else since
+                    return False
                 raise SnapshotNotFoundError(f"{name}:{tag}")
+            tried = True
             _check_expected(name, tag, value.id, expected)
             del shard[name][tag]
             return True

@@ -73,16 +73,16 @@ class Collector:
         """Those that were deleted: none, when this process was held up for so long that its tombstone is void."""
         written = self._clock.now()
         tomb = f"tombs/{uuid.uuid4().hex}.json"
-        try:
-            self._store.put(tomb, dump_digests(layer_digest(info.key) for info in batch))
-            named = self._named(now)
-            doomed = [info for info in batch if layer_digest(info.key) not in named]
-            if not doomed or self._clock.now() - written > TOMB_TRUST.total_seconds():
-                return []
-            self._store.delete(*(info.key for info in doomed))
-            return doomed
-        finally:
-            self._store.delete(tomb)
+        self._store.put(tomb, dump_digests(layer_digest(info.key) for info in batch))
+        named = self._named(now)
+        doomed = [info for info in batch if layer_digest(info.key) not in named]
+        if self._clock.now() - written > TOMB_TRUST.total_seconds():
+            doomed = []
+        if doomed:
+            # An error leaves the tombstone: as long as the deletion may yet happen, nobody relies on these layers.
+            self._store.delete_once(*(info.key for info in doomed))
+        self._store.delete(tomb)
+        return doomed
 
     def _named(self, now: datetime) -> set[str]:
         """Claims first: who releases a claim has written its manifest before, so the listing after that has it."""

@@ -101,5 +101,10 @@ class ObjectStore(Protocol):
     def delete(self, *keys: str) -> None:
         """Durably, without error when there is no such object. At most ``MAX_DELETE`` at once."""
 
+    def delete_once(self, *keys: str) -> None:
+        """As ``delete``, with one request that is never repeated: a repetition may have a twin, still on its way, that
+        deletes what was written after the answer. After an error it may yet happen, a little later.
+        """
+
     def sweep(self, before: datetime) -> int:
         """Remove what crashed writers left that no key names and nobody has touched since; how many things."""

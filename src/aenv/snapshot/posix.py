@@ -122,6 +122,9 @@ class PosixStore:
             for folder in folders:
                 _sync_folder(folder)
 
+    def delete_once(self, *keys: str) -> None:
+        self.delete(*keys)
+
     def sweep(self, before: datetime) -> int:
         count = 0
         try:
