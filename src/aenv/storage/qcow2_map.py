@@ -17,7 +17,7 @@ from aenv.storage.qcow2 import MAGIC
 from aenv.storage.runs import ZERO, Longs, Runs, clip, join
 from aenv.storage.source import Source
 
-_FIELDS = struct.Struct(">4sI16xIQIIQ")  # magic, version, cluster_bits, size, encryption, L1 entries, L1 position
+_FIELDS = struct.Struct(">4sI12xIQIIQ")  # magic, version, cluster_bits, size, encryption, L1 entries, L1 position
 _INCOMPATIBLE = 72
 _DIRTY, _CORRUPT, _EXTERNAL_DATA, _COMPRESSION, _EXTENDED_L2 = 1, 2, 4, 8, 16
 _OFFSET = np.uint64((1 << 56) - (1 << 9))

@@ -41,6 +41,11 @@ DEFAULT_LEVEL = 1
 Algorithm = Literal["zstd", "lz4"]
 
 
+def checksum(data: bytes | memoryview, start: int = 0) -> int:
+    """overlaybd's CRC32C: the bare register, which is inverted neither before nor after (unlike RFC 3720's)."""
+    return crc32c.crc32c(data, start ^ 0xFFFFFFFF) ^ 0xFFFFFFFF
+
+
 def is_zfile(source: Source) -> bool:
     return source.size >= 2 * SPACE and source.read(0, len(MAGIC)) == MAGIC
 
@@ -67,7 +72,7 @@ class Header:
                 self.index_checksum, 0, self.block_size, self.algorithm, self.level, 0, 0, self.checksums,
             ).ljust(SPACE, b"\0")  # fmt: skip
 
-        return pack(crc32c.crc32c(pack(0)))
+        return pack(checksum(pack(0)))
 
 
 def parse_header(block: bytes) -> Header:
@@ -78,7 +83,7 @@ def parse_header(block: bytes) -> Header:
     ) = HEADER.unpack_from(block)  # fmt: skip
     if magic != MAGIC or size != HEADER_SIZE:
         raise _bad("wrong magic")
-    if flags & FLAG_DIGEST and crc32c.crc32c(block[:28] + bytes(4) + block[32:]) != digest:
+    if flags & FLAG_DIGEST and checksum(block[:28] + bytes(4) + block[32:]) != digest:
         raise _bad("a header's checksum is wrong")
     if not flags & FLAG_DATA:
         raise _bad("it is not a data file")
@@ -119,7 +124,7 @@ class ZFileSource:
         if trailer.index_offset < SPACE or trailer.index_offset + trailer.index_size * 4 > end:
             raise _bad("the index is outside the file")
         raw = source.read(trailer.index_offset, trailer.index_size * 4)
-        if trailer.flags & FLAG_DIGEST and crc32c.crc32c(raw) != trailer.index_checksum:
+        if trailer.flags & FLAG_DIGEST and checksum(raw) != trailer.index_checksum:
             raise _bad("the index's checksum is wrong")
         sizes = np.frombuffer(raw, dtype="<u4").astype(np.int64)
         smallest = CHECKSUM if trailer.checksums else 0
@@ -187,7 +192,7 @@ class ZFileSource:
             if checksums:
                 (expected,) = _CHECKSUM.unpack(data[-CHECKSUM:])
                 data = data[:-CHECKSUM]
-                if crc32c.crc32c(data, CHECKSUM_START) != expected:
+                if checksum(data, CHECKSUM_START) != expected:
                     raise _bad(f"the checksum of block {number} is wrong")
             length = min(block, self.size - number * block)
             try:
@@ -270,7 +275,7 @@ def write_zfile(
                 sizes += lengths
             index = np.array(sizes, dtype="<u4").tobytes()
             trailer = Header(
-                flags | FLAG_SEALED, SPACE + sum(sizes), len(sizes), source.size, crc32c.crc32c(index),
+                flags | FLAG_SEALED, SPACE + sum(sizes), len(sizes), source.size, checksum(index),
                 block_size, ALGORITHMS[algo], level, 0, True,
             )  # fmt: skip
             target.write(index + trailer.encode())
@@ -295,7 +300,7 @@ def _compressed(
         sizes: list[int] = []
         for start in range(0, len(plain), block_size):
             data = encode(plain[start : start + block_size])
-            parts += (data, _CHECKSUM.pack(crc32c.crc32c(data, CHECKSUM_START)))
+            parts += (data, _CHECKSUM.pack(checksum(data, CHECKSUM_START)))
             sizes.append(len(data) + CHECKSUM)
         return b"".join(parts), sizes
 
