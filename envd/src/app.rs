@@ -2,6 +2,7 @@
 
 use crate::connect::RpcError;
 use crate::filesystem::watchers::Watchers;
+use crate::freezer::Freezer;
 use crate::http::{json, Response};
 use crate::metrics::CpuMeter;
 use crate::process::table::Table;
@@ -36,6 +37,7 @@ pub struct Settings {
 pub struct App {
     pub options: Options,
     pub reaper: Reaper,
+    pub freezer: Freezer,
     pub processes: Table,
     pub watchers: Watchers,
     pub cpu: CpuMeter,
@@ -43,10 +45,11 @@ pub struct App {
 }
 
 impl App {
-    pub fn new(options: Options, reaper: Reaper) -> App {
+    pub fn new(options: Options, reaper: Reaper, freezer: Freezer) -> App {
         App {
             options,
             reaper,
+            freezer,
             processes: Table::default(),
             watchers: Watchers::default(),
             cpu: CpuMeter::default(),

@@ -3,6 +3,7 @@
 //! The initramfs holds this program as `/init`, `/modules/order` (module file names, one a line) and the modules. The
 //! kernel command line says the rest (`aenv.*`).
 
+use crate::freezer::Freezer;
 use crate::network::{self, Network};
 use std::ffi::CString;
 use std::fs::{self, File};
@@ -15,6 +16,7 @@ use std::time::{Duration, Instant};
 /// How long the root device may take to appear.
 const ROOT_DEADLINE: Duration = Duration::from_secs(10);
 const NEW_ROOT: &str = "/newroot";
+const CGROUP: &str = "/sys/fs/cgroup";
 
 /// The `aenv.*` parameters of the kernel command line.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -203,8 +205,8 @@ fn mount_rest(secure: libc::c_ulong) {
     warn("mounting /dev/pts", devpts);
     warn("mounting /dev/shm", mount_at("tmpfs", "/dev/shm", "tmpfs", no_device, "mode=1777"));
     warn("mounting /run", mount_at("tmpfs", "/run", "tmpfs", no_device, "mode=755"));
-    // Not every kernel has it, and nothing here needs it.
-    let _ = mount("cgroup2", "/sys/fs/cgroup", "cgroup2", secure, "");
+    // Not every kernel has it; only /freeze needs it.
+    let _ = mount("cgroup2", CGROUP, "cgroup2", secure, "");
     let links = [
         ("/proc/self/fd", "/dev/fd"),
         ("/proc/self/fd/0", "/dev/stdin"),
@@ -223,6 +225,14 @@ fn mount_rest(secure: libc::c_ulong) {
         fs::set_permissions("/tmp", fs::Permissions::from_mode(0o1777))
     });
     warn("/tmp", tmp);
+}
+
+/// Groups for commands in the mounted cgroup2, whose root group envd stays in.
+pub fn freezer() -> Freezer {
+    Freezer::open(Path::new(CGROUP)).unwrap_or_else(|e| {
+        eprintln!("envd: {CGROUP}: {e}; processes cannot be frozen");
+        Freezer::default()
+    })
 }
 
 fn bring_up(command_line: &CommandLine) -> io::Result<()> {

@@ -125,6 +125,9 @@ pub async fn post(app: Arc<App>, request: Request) -> Result<Response, HttpError
         replace(&mut settings.sandbox_id, &init.sandbox_id);
         replace(&mut settings.template_id, &init.template_id);
     }
+    // Processes that were frozen for the snapshot go on now: they see the clock and the entropy of this life. Before
+    // anything that takes a worker thread, since those may wait for a file that a frozen process serves.
+    app.freezer.thaw().await?;
     if app.options.pid1 {
         let (hostname, sandbox, template) = (init.hostname, init.sandbox_id, init.template_id);
         let written =

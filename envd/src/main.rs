@@ -11,6 +11,7 @@ mod connect;
 mod control;
 mod download;
 mod filesystem;
+mod freezer;
 mod http;
 mod init;
 mod metrics;
@@ -27,7 +28,9 @@ mod upload;
 mod users;
 
 use app::Options;
+use freezer::Freezer;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
 
@@ -35,16 +38,20 @@ use std::time::Instant;
 const VERSION: &str = env!("CARGO_PKG_VERSION");
 const PORT: u16 = 49983;
 
-const USAGE: &str = "usage: envd [--listen ADDRESS] [--port PORT] [--no-clock] [--version]";
+const USAGE: &str =
+    "usage: envd [--listen ADDRESS] [--port PORT] [--cgroup DIRECTORY] [--no-clock] [--version]";
 
 struct Arguments {
     listen: IpAddr,
     port: u16,
+    /// A cgroup2 directory to make the commands' groups in; envd must not be in a group below it.
+    cgroup: Option<PathBuf>,
     no_clock: bool,
 }
 
 fn parse_arguments(arguments: impl Iterator<Item = String>) -> Result<Option<Arguments>, String> {
-    let mut parsed = Arguments { listen: Ipv4Addr::UNSPECIFIED.into(), port: PORT, no_clock: false };
+    let mut parsed =
+        Arguments { listen: Ipv4Addr::UNSPECIFIED.into(), port: PORT, cgroup: None, no_clock: false };
     let mut arguments = arguments.peekable();
     while let Some(argument) = arguments.next() {
         let (name, inline) = match argument.split_once('=') {
@@ -59,6 +66,7 @@ fn parse_arguments(arguments: impl Iterator<Item = String>) -> Result<Option<Arg
                 let port = value().and_then(|v| v.parse().ok());
                 parsed.port = port.ok_or("--port: expected a port number")?;
             }
+            "--cgroup" => parsed.cgroup = Some(value().ok_or("--cgroup: expected a directory")?.into()),
             "--listen" => {
                 let address = value().and_then(|v| v.parse().ok());
                 parsed.listen = address.ok_or("--listen: expected an IP address")?;
@@ -75,7 +83,7 @@ fn main() -> ExitCode {
         boot::boot();
         let options = Options { pid1: true, root: true, set_clock: true };
         let address = SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), PORT);
-        let result = server::run(options, address, started);
+        let result = server::run(options, address, boot::freezer(), started);
         eprintln!("envd: fatal: {result:?}");
         boot::power_off();
     }
@@ -94,7 +102,17 @@ fn main() -> ExitCode {
     let root = unsafe { libc::geteuid() } == 0;
     let options = Options { pid1: false, root, set_clock: root && !arguments.no_clock };
     let address = SocketAddr::new(arguments.listen, arguments.port);
-    match server::run(options, address, started) {
+    let freezer = match &arguments.cgroup {
+        None => Freezer::default(),
+        Some(directory) => match Freezer::open(directory) {
+            Ok(freezer) => freezer,
+            Err(e) => {
+                eprintln!("envd: --cgroup {}: {e}", directory.display());
+                return ExitCode::FAILURE;
+            }
+        },
+    };
+    match server::run(options, address, freezer, started) {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {
             eprintln!("envd: {address}: {e}");

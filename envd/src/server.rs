@@ -2,6 +2,7 @@
 
 use crate::app::{App, Options};
 use crate::boot;
+use crate::freezer::Freezer;
 use crate::http::handle;
 use crate::reaper::Reaper;
 use crate::request_body::Connection;
@@ -21,30 +22,34 @@ use tokio::signal::unix::{signal, SignalKind};
 /// Blocking threads do file system work and spawn processes; each costs memory, and guests are small.
 const BLOCKING_THREADS: usize = 16;
 
-pub fn run(options: Options, address: SocketAddr, started: Instant) -> io::Result<()> {
+pub fn run(options: Options, address: SocketAddr, freezer: Freezer, started: Instant) -> io::Result<()> {
     raise_file_limit();
     open_standard_descriptors();
     let mut builder = tokio::runtime::Builder::new_current_thread();
     builder.max_blocking_threads(BLOCKING_THREADS).thread_stack_size(512 << 10);
     builder.thread_keep_alive(Duration::from_secs(60));
     let runtime = builder.enable_all().build()?;
-    runtime.block_on(serve(options, address, started))
+    runtime.block_on(serve(options, address, freezer, started))
 }
 
-async fn serve(options: Options, address: SocketAddr, started: Instant) -> io::Result<()> {
+async fn serve(options: Options, address: SocketAddr, freezer: Freezer, started: Instant) -> io::Result<()> {
     let mut terminate = signal(SignalKind::terminate())?;
     // Ctrl-alt-del arrives at PID 1 as SIGINT.
     let mut interrupt = signal(SignalKind::interrupt())?;
     let reaper = Reaper::default();
-    let app = Arc::new(App::new(options, reaper.clone()));
+    let app = Arc::new(App::new(options, reaper.clone(), freezer));
     tokio::spawn(reaper.run());
     let listener = TcpListener::bind(address).await?;
     let port = listener.local_addr()?.port();
     eprintln!("envd {VERSION} ready on :{port} in {} ms", started.elapsed().as_millis());
     tokio::select! {
-        () = accept(listener, app) => {}
+        () = accept(listener, app.clone()) => {}
         _ = terminate.recv() => {}
         _ = interrupt.recv() => {}
+    }
+    // Frozen processes would not see that they are to end.
+    if let Err(e) = app.freezer.thaw().await {
+        eprintln!("envd: {}", e.message);
     }
     if options.pid1 {
         boot::power_off();

@@ -57,13 +57,13 @@ class Reply:
 class Envd:
     """One daemon, as root on the host; it is the caller's to stop."""
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(self, host: str = "127.0.0.1", port: int = 0, *arguments: str) -> None:
         with socket.socket() as probe:
             probe.bind((host, port))
             self.host = host
             self.port: int = probe.getsockname()[1]
         self.process = subprocess.Popen(
-            [binary(), "--listen", host, "--port", str(self.port), "--no-clock"],
+            [binary(), "--listen", host, "--port", str(self.port), "--no-clock", *arguments],
             stderr=subprocess.DEVNULL,
         )
         wait_until(self._answers, "envd's start")

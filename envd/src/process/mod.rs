@@ -1,5 +1,6 @@
 //! `process.Process`: commands and terminals.
 
+mod clone;
 mod pump;
 mod spawn;
 pub mod table;
@@ -7,6 +8,7 @@ pub mod table;
 use crate::app::App;
 use crate::connect::{client_stream, err, server_stream, timeout_of, unary};
 use crate::connect::{Code, EnvelopeReader, RpcError};
+use crate::freezer::Admission;
 use crate::http::{unknown_method, Request, Response};
 use crate::proto::*;
 use crate::users::{basic_auth_user, User};
@@ -50,6 +52,8 @@ async fn start(
 ) -> Result<mpsc::Receiver<Event>, RpcError> {
     let user = basic_auth_user(&headers)?;
     let kill_at = timeout_of(&headers).map(|limit| Instant::now() + limit);
+    // Here, where a client that goes away ends the wait.
+    let admission = admitted(&app, kill_at).await?;
     // On its own task: a client that goes away now must not leave a child that nobody owns.
     let started = tokio::spawn(async move {
         let config = request.process.clone().unwrap_or_default();
@@ -60,6 +64,7 @@ async fn start(
             let command = prepare(&worker, &user, &config, &request)?;
             let mut exit = None;
             let spawned = spawn::spawn(&command, |pid| exit = Some(guard.register(pid)));
+            drop(admission);
             Ok((spawned.map_err(|e| spawn_failed(&config, &e))?, exit, request))
         });
         let (spawned, exit, request) = match result.await {
@@ -95,6 +100,13 @@ async fn start(
         Ok(result) => result,
         Err(e) => err(Code::Internal, format!("start failed: {e}")),
     }
+}
+
+/// Waits while the guest's processes are frozen, until the deadline of the call at most.
+async fn admitted(app: &App, deadline: Option<Instant>) -> Result<Admission, RpcError> {
+    let Some(deadline) = deadline else { return Ok(app.freezer.admit().await) };
+    let admission = tokio::time::timeout_at(deadline, app.freezer.admit()).await;
+    admission.map_err(|_| RpcError::new(Code::DeadlineExceeded, "the guest's processes are frozen"))
 }
 
 /// Makes `fd` non-blocking and watches it in the event loop.
@@ -137,6 +149,7 @@ fn prepare(
         // Absent means true: clients that predate the field expect to send input.
         stdin: request.stdin.unwrap_or(true),
         reset_oom_score: app.options.pid1,
+        group: app.freezer.group(request.pty.is_some()),
     };
     command.set_user(user);
     Ok(command)

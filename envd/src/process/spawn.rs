@@ -4,6 +4,7 @@
 //! and no page of ours faults afterwards, which is most of the cost of a fork under emulation. `std::process` is not
 //! used: it waits for a child whose exec failed, which races with the reaper.
 
+use super::clone::clone;
 use crate::users::User;
 use std::collections::BTreeMap;
 use std::ffi::CString;
@@ -27,6 +28,8 @@ pub struct Command {
     pub stdin: bool,
     /// As PID 1 envd is exempt from the OOM killer; its children must not be.
     pub reset_oom_score: bool,
+    /// The directory of the cgroup to run in, where envd has one; must stay open.
+    pub group: Option<RawFd>,
 }
 
 pub struct Spawned {
@@ -175,23 +178,20 @@ pub fn spawn(command: &Command, created: impl FnOnce(i32)) -> Result<Spawned, Sp
     let fds = [child_fds[0].as_raw_fd(), child_fds[1].as_raw_fd(), child_fds[2].as_raw_fd()];
     let mut shared = Shared { command, fds, argv: &argv, env: &env, failure: None };
     let mut stack: Vec<u128> = Vec::with_capacity(STACK / 16);
+    // SAFETY: integers without a meaning; untouched pages cost nothing.
+    unsafe { stack.set_len(STACK / 16) };
     // SAFETY: the child runs on a stack of its own and only makes system calls on memory prepared above; signals are
     // blocked, so that no handler of ours runs in it; this thread goes on when the memory is ours alone again.
-    let (pid, error) = unsafe {
+    let cloned = unsafe {
         let mut all: libc::sigset_t = std::mem::zeroed();
         let mut old: libc::sigset_t = std::mem::zeroed();
         libc::sigfillset(&mut all);
         libc::pthread_sigmask(libc::SIG_SETMASK, &all, &mut old);
-        let top = stack.as_mut_ptr().add(STACK / 16).cast();
-        let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::SIGCHLD;
-        let pid = libc::clone(entry, top, flags, std::ptr::addr_of_mut!(shared).cast());
-        let error = io::Error::last_os_error();
+        let cloned = clone(entry, std::ptr::addr_of_mut!(shared).cast(), &mut stack, command.group);
         libc::pthread_sigmask(libc::SIG_SETMASK, &old, std::ptr::null_mut());
-        (pid, error)
+        cloned
     };
-    if pid < 0 {
-        return Err(SpawnError { step: STEPS[5], error });
-    }
+    let pid = cloned.map_err(|error| SpawnError { step: STEPS[5], error })?;
     created(pid);
     match shared.failure {
         None => Ok(Spawned { pid, stdio }),
