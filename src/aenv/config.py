@@ -134,6 +134,9 @@ class Settings(BaseSettings):
         default_factory=RepositorySettings, description="Where committed snapshots are kept"
     )
 
+    layer_cache: int = Field(20480, ge=0, description="Blocks of the repository's layers kept on disk, MiB; 0: none")
+    layer_memory: int = Field(64, ge=8, description="Blocks that the layer server keeps in its own memory, MiB")
+
     max_builds: int | None = Field(None, ge=1, le=64, description="Template builds at once; one per core when unset")
     build_timeout: float = Field(3600.0, gt=0, description="Longest time one template build may take, seconds")
     build_cache: int = Field(32, ge=0, le=10000, description="Results of build steps kept; the least used go")

@@ -1,0 +1,139 @@
+"""Making and removing the mount: mount(2), the INIT handshake, the kernel's read-ahead. Needs CAP_SYS_ADMIN."""
+
+import contextlib
+import ctypes
+import errno
+import os
+import re
+import select
+from pathlib import Path
+
+from aenv.errors import AenvError
+from aenv.storage.layerd import protocol
+from aenv.storage.layerd.protocol import Session
+
+# sys/mount.h
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_NOATIME = 1, 2, 4, 8, 1024
+MNT_DETACH = 2
+
+SOURCE = "aenv-layers"
+MAX_PAGES = 256  # of one read: 1 MiB, the kernel's own limit (fs.fuse.max_pages_limit)
+# Reads ahead that the kernel may have under way. A file whose source hangs must not use up all of them.
+MAX_BACKGROUND = 512
+READ_AHEAD_KIB = 32  # see docs/internals/layer-server.md for how it was chosen
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mount.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p]
+_libc.umount2.argtypes = [ctypes.c_char_p, ctypes.c_int]
+
+
+class MountError(AenvError):
+    """The layer server's file system cannot be mounted."""
+
+
+def make(path: Path) -> tuple[int, Session]:
+    """Mount at ``path``, replacing the remains of a dead server; the device's descriptor and what was agreed.
+
+    Raises MountError.
+    """
+    remove_dead(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        fd = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise MountError(
+            f"The layer server cannot mount {path}: {error.strerror} ({error.filename}).",
+            "Load the kernel module fuse (modprobe fuse) and give /dev/fuse to this container.",
+        ) from error
+    try:
+        options = (
+            f"fd={fd},rootmode=40000,user_id={os.getuid()},group_id={os.getgid()},"
+            f"allow_other,default_permissions,max_read={MAX_PAGES * protocol.PAGE}"
+        )
+        flags = MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC | MS_NOATIME
+        if _libc.mount(SOURCE.encode(), os.fsencode(path), b"fuse", flags, options.encode()):
+            number = ctypes.get_errno()
+            raise MountError(
+                f"The layer server cannot mount {path}: {os.strerror(number)}.",
+                "It needs CAP_SYS_ADMIN in this mount namespace.",
+            )
+        try:
+            session = _handshake(fd)
+            read_ahead(path, READ_AHEAD_KIB)
+        except BaseException:
+            _libc.umount2(os.fsencode(path), MNT_DETACH)
+            raise
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd, session
+
+
+def _handshake(fd: int) -> Session:
+    try:
+        answer, session = protocol.initialise(os.read(fd, 1 << 16), MAX_PAGES, MAX_BACKGROUND)
+    except protocol.FuseError:
+        raise MountError(
+            "This kernel's FUSE is too old for the layer server.", "Linux 5.4 or newer is needed."
+        ) from None
+    os.write(fd, answer)
+    return session
+
+
+def read_ahead(path: Path, kib: int) -> None:
+    """Set how much the kernel reads around a page fault and ahead of sequential reads.
+
+    Without a writable /sys the kernel's default of 128 KiB stays: more is fetched, nothing else changes.
+    """
+    device = _mounted(path)
+    if device is not None:
+        with contextlib.suppress(OSError):
+            Path(f"/sys/class/bdi/{device[0]}/read_ahead_kb").write_text(str(kib))
+
+
+def alive(path: Path) -> bool:
+    """Whether a layer server's file system is mounted at ``path``; asks nobody, so that it never waits."""
+    device = _mounted(path)
+    return device is not None and device[1] == SOURCE
+
+
+def connected(device: int) -> bool:
+    """Whether the mount behind a descriptor of /dev/fuse still exists (fuse_dev_poll: POLLERR when it does not)."""
+    poll = select.poll()
+    poll.register(device, 0)
+    return not any(events & select.POLLERR for _, events in poll.poll(0))
+
+
+def remove(path: Path, *, force: bool = False) -> bool:
+    """Unmount. False when files are open there, unless ``force``: then they get errors from now on."""
+    if not _libc.umount2(os.fsencode(path), MNT_DETACH if force else 0):
+        return True
+    number = ctypes.get_errno()
+    if number == errno.EBUSY:
+        return False
+    if number in (errno.EINVAL, errno.ENOENT):  # nothing is mounted there
+        return True
+    raise MountError(f"{path} cannot be unmounted: {os.strerror(number)}.")
+
+
+def remove_dead(path: Path) -> None:
+    """Unmount what servers left at ``path`` that no longer live. Raises MountError when something else is there."""
+    while (device := _mounted(path)) is not None:
+        if device[1] != SOURCE:
+            raise MountError(
+                f"{path} is in use by another file system.", "Unmount it, or choose another runtime folder."
+            )
+        remove(path, force=True)
+
+
+def _mounted(path: Path) -> tuple[str, str] | None:
+    """Device number and source of what is mounted at ``path``."""
+    # proc(5), in this order: id, parent, major:minor, root, mount point with octal escapes, …, "-", type, source
+    wanted = str(path.parent.resolve() / path.name)
+    found = None
+    for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines():
+        fields = line.split(" ")
+        point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields[4])
+        if point == wanted:  # the last one is on top
+            found = fields[2], fields[fields.index("-") + 2]
+    return found
