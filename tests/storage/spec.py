@@ -26,7 +26,7 @@ def write_layer(pieces: list[Piece], virtual_size: int, uuid: bytes = b"") -> by
     data, index = b"", b""
     for piece in sorted(pieces, key=lambda piece: piece.sector):
         first = piece.sector | piece.count << 50
-        second = 1 << 55 if piece.data is None else (4096 + len(data)) // 512
+        second = 1 << 55 | 8 if piece.data is None else (4096 + len(data)) // 512
         index += struct.pack("<QQ", first, second)
         data += piece.data or b""
     while len(index) % 4096:

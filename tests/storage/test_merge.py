@@ -31,8 +31,8 @@ async def test_layers_between_top_and_base_are_kept(tmp_path: Path) -> None:
     base.write_bytes(b"\x01" * (16 * CLUSTER))
     below = base
     for number in range(4):
-        layer = tmp_path / f"layer{number}.qcow2"
-        create_overlay(layer, below, 32 * CLUSTER)  # the disk is larger than its base image
+        layer = tmp_path / f"layer{number}.qcow2"  # the disk is larger than its base image
+        create_overlay(layer, below, 32 * CLUSTER, "qcow2" if number else "raw")
         # Each layer writes a place of its own, a place that the next one overwrites, and zeros over the base.
         io(layer, f"write -P {number + 16} {(number + 2) * CLUSTER} 512", f"write -P {number + 32} 0 4096")
         io(layer, f"write -z {(number + 8) * CLUSTER} {CLUSTER}", f"write -P 7 {(20 + number) * CLUSTER + 512} 1024")

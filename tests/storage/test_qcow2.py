@@ -33,7 +33,7 @@ def info(path: Path) -> dict[str, object]:
 def test_qemu_img_agrees(tmp_path: Path, size: int) -> None:
     base = raw(tmp_path / "base", 1 << 20)
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    qcow2.create_overlay(ours, base, size)
+    qcow2.create_overlay(ours, base, size, "raw")
     command = ["qemu-img", "create", "-q", "-f", "qcow2", "-b", str(base), "-F", "raw", str(theirs), str(size)]
     subprocess.run(command, check=True)
     subprocess.run(["qemu-img", "check", "-q", ours], check=True)
@@ -46,7 +46,7 @@ def test_qemu_img_agrees(tmp_path: Path, size: int) -> None:
 @needs_qemu_img
 def test_it_can_be_written(tmp_path: Path) -> None:
     base = raw(tmp_path / "base", 8 << 20)
-    qcow2.create_overlay(tmp_path / "a", base)
+    qcow2.create_overlay(tmp_path / "a", base, form="raw")
     subprocess.run(["qemu-io", "-c", "write -P 7 1M 2M", tmp_path / "a"], check=True, capture_output=True)
     subprocess.run(["qemu-img", "check", "-q", tmp_path / "a"], check=True)
     qcow2.create_overlay(tmp_path / "b", tmp_path / "a")
@@ -56,26 +56,33 @@ def test_it_can_be_written(tmp_path: Path) -> None:
 
 def test_chain_and_size(tmp_path: Path) -> None:
     base = raw(tmp_path / "base", (1 << 20) + 1)
-    qcow2.create_overlay(tmp_path / "a", base)
+    qcow2.create_overlay(tmp_path / "a", base, form="raw")
     qcow2.create_overlay(tmp_path / "b", tmp_path / "a")
     header = qcow2.read_header(tmp_path / "b")
     assert (header.size, header.backing, header.backing_format) == ((1 << 20) + 512, tmp_path / "a", "qcow2")
     assert qcow2.backing_chain(tmp_path / "b") == [tmp_path / "b", tmp_path / "a", base]
     assert (tmp_path / "b").stat().st_blocks * 512 <= 16384, "an idle overlay is small"
     with pytest.raises(FileExistsError):
-        qcow2.create_overlay(tmp_path / "b", base)
+        qcow2.create_overlay(tmp_path / "b", base, form="raw")
     base.unlink()
     with pytest.raises(CorruptFileError, match="missing"):
         qcow2.backing_chain(tmp_path / "b")
 
 
 def test_loops_are_found(tmp_path: Path) -> None:
-    base = raw(tmp_path / "base", 1 << 20)
-    qcow2.create_overlay(tmp_path / "a", base)
+    (tmp_path / "a").write_bytes(qcow2.encode_overlay(1 << 20, str(tmp_path / "b"), "qcow2"))
     qcow2.create_overlay(tmp_path / "b", tmp_path / "a")
-    base.write_bytes((tmp_path / "b").read_bytes())
     with pytest.raises(CorruptFileError, match="loops"):
         qcow2.backing_chain(tmp_path / "b")
+
+
+def test_a_raw_disk_that_looks_like_an_image_is_raw(tmp_path: Path) -> None:
+    """A guest writes what it likes to the first sectors of its disk: the name of a file of the host, for one."""
+    disk = raw(tmp_path / "disk", 1 << 20)
+    disk.write_bytes(qcow2.encode_overlay(1 << 20, "/etc/shadow", "raw").ljust(1 << 20, b"\0"))
+    qcow2.create_overlay(tmp_path / "a", disk, form="raw")
+    assert qcow2.read_header(tmp_path / "a").backing_format == "raw"
+    assert qcow2.backing_chain(tmp_path / "a") == [tmp_path / "a", disk]
 
 
 @given(st.binary(max_size=300))

@@ -16,6 +16,7 @@ ENTRY = 16  # bytes
 ENTRIES_PER_BLOCK = 256  # the index is padded to whole blocks of 4096 bytes
 MAX_LENGTH = 16376  # sectors: the largest multiple of a page that fits in the 14 bits of ``length``
 INVALID_OFFSET = (1 << 50) - 1  # marks padding
+FIRST_SECTOR = 8  # of the data; overlaybd refuses a layer whose zeroed entries point outside the data
 MAX_VIRTUAL_SIZE = INVALID_OFFSET * SECTOR  # bytes: what ``offset`` can address
 
 Words = NDArray[np.uint64]
@@ -58,7 +59,7 @@ def encode_index(offset: Words, length: Words, source: Words, zeroed: Flags) -> 
     words[:, 0] = INVALID_OFFSET
     sectors = np.uint64(SECTOR)
     words[: len(which), 0] = (offset[which] + skip) // sectors | (size // sectors) << np.uint64(50)
-    moffset = np.where(zeroed[which], np.uint64(0), (source[which] + skip) // sectors)
+    moffset = np.where(zeroed[which], np.uint64(FIRST_SECTOR), (source[which] + skip) // sectors)
     words[: len(which), 1] = moffset | zeroed[which].astype(np.uint64) << np.uint64(55)
     return words.tobytes()
 

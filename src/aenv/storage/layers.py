@@ -1,7 +1,7 @@
 """Writing layers: from a flat file, from one qcow2 overlay, from what differs between two disks, from other layers.
 
 All of them write a plain overlaybd layer through a temporary neighbour and one rename. Its bytes depend on what was
-given alone, so two nodes that write the same get the same digest. Everything goes in batches of a few MiB.
+given alone, so two nodes that write the same get the same digest. Everything goes in batches of 1 MiB.
 """
 
 import errno
@@ -18,11 +18,13 @@ from aenv.storage.extents import Extents
 from aenv.storage.lsmt import LayerWriter
 from aenv.storage.runs import ZERO, Longs, Runs, clip, fill, holes, intersect, join
 from aenv.storage.source import FileSource, Source
-from aenv.storage.stack import LayerView, Segment, Stack, gather
+from aenv.storage.stack import LayerView, Segment, Stack, gather_into
 
 PAGE = 4096  # bytes; what is found to be zero or equal
 SECTOR = 512
-_BATCH = 4 << 20  # bytes
+_BATCH = 1 << 20  # bytes: what is read is still in the CPU's cache when it is looked at and written
+
+Pages = NDArray[np.uint64]  # one row each
 
 
 def from_flat(path: Path, out: Path, durable: bool = False) -> None:
@@ -31,9 +33,9 @@ def from_flat(path: Path, out: Path, durable: bool = False) -> None:
     Raises CapacityError, SourceError.
     """
     with FileSource(path) as file:
-        padded = _Padded(file)
+        padded = _padded(file)
         with LayerWriter(out, padded.size) as writer:
-            _write_pages(writer, [padded], clip(_data_of(file), 0, padded.size), zeroes=False)
+            _write_pages(writer, [padded], _data_of(file), zeroes=False)
             writer.commit(durable)
 
 
@@ -45,8 +47,9 @@ def from_qcow2(path: Path, out: Path, durable: bool = False) -> None:
     """
     with FileSource(path) as file:
         size, runs = qcow2_map.allocated(file, path)
+        end = int((runs.position + runs.end - runs.start).max(initial=0))
         with LayerWriter(out, size) as writer:
-            _write_pages(writer, [_Padded(file, 1 << qcow2_map.MAX_CLUSTER_BITS)], runs, zeroes=True)
+            _write_pages(writer, [_padded(file, end)], runs, zeroes=True)
             writer.commit(durable)
 
 
@@ -63,9 +66,11 @@ def compact(layers: Sequence[LayerView], out: Path, bottom: bool, virtual_size: 
         zero = stack.runs.layer == ZERO
         if not bottom:
             _add_zeroed(writer, stack.runs.pick(zero))
+        buffer = _Buffer()
         for batch in _batches(stack.runs.pick(~zero)):
-            length = batch.end - batch.start
-            writer.add(_words(batch.start), _words(length), gather(blobs, _segments(batch), int(length.sum())))
+            total = _total(batch)
+            buffer.fill(blobs, batch, total)
+            writer.add(_words(batch.start), _words(batch.end - batch.start), buffer.bytes[:total])
         writer.commit()
 
 
@@ -84,10 +89,12 @@ def difference(old: Source, new: Source, out: Path, durable: bool = False) -> in
     with LayerWriter(out, size) as writer:
         _add_zeroed(writer, _without(changed, holds))
         data = intersect(changed, holds.start, holds.end)
+        buffer, other = _Buffer(), _Buffer()
         for batch in _batches(_without(data, held)):
-            _add_pages(writer, batch, blobs.read(here, batch), zeroes=False)
+            _add_pages(writer, batch, blobs.read(here, batch, buffer), zeroes=False)
         for batch in _batches(intersect(data, held.start, held.end)):
-            _add_pages(writer, batch, blobs.read(here, batch), zeroes=True, old=blobs.read(there, batch))
+            now, was = blobs.read(here, batch, buffer), blobs.read(there, batch, other)
+            _add_pages(writer, batch, now, zeroes=True, old=was)
         writer.commit(durable)
         return writer.bytes_written
 
@@ -101,19 +108,25 @@ def flat_view(file: FileSource, identity: Hashable) -> LayerView:
     length = runs.end - runs.start
     zeroed = np.zeros(len(runs), dtype=np.bool_)
     extents = Extents(_words(runs.start), _words(length), _words(runs.start), zeroed)
-    return LayerView(_Padded(file), _sectors(file.size), extents, identity)
+    return LayerView(_padded(file), _sectors(file.size), extents, identity)
 
 
 class _Padded:
-    """A source that goes on with zeros to a whole number of ``unit`` bytes."""
+    """A source that goes on with zeros up to ``size``."""
 
-    def __init__(self, source: Source, unit: int = SECTOR) -> None:
+    def __init__(self, source: Source, size: int) -> None:
         self._source = source
-        self.size = -(-source.size // unit) * unit
+        self.size = size
 
     def read(self, offset: int, length: int) -> bytes:
         there = max(0, min(length, self._source.size - offset))
         return self._source.read(offset, there) + bytes(length - there) if there else bytes(length)
+
+
+def _padded(source: Source, end: int = 0) -> Source:
+    """``source`` as whole sectors, with zeros up to ``end`` if it is shorter."""
+    size = max(_sectors(source.size), end)
+    return source if size == source.size else _Padded(source, size)
 
 
 class _Blobs:
@@ -131,7 +144,7 @@ class _Blobs:
             # The last place is for ZERO, which is -1.
             runs = Runs(runs.start, runs.end, np.array([*numbers, ZERO], dtype=np.int32)[runs.layer], runs.position)
         else:
-            number = self._number(_Padded(disk), ("disk", id(disk)))
+            number = self._number(_padded(disk), ("disk", id(disk)))
             if isinstance(disk, FileSource):
                 runs = _data_of(disk)
             else:
@@ -140,9 +153,9 @@ class _Blobs:
             runs = Runs(runs.start, runs.end, np.full(len(runs), number, dtype=np.int32), runs.position)
         return join(fill(clip(runs, 0, size), size))
 
-    def read(self, disk: Runs, where: Runs) -> bytearray:
-        parts = join(intersect(disk, where.start, where.end))
-        return gather(self.sources, _segments(parts), int((where.end - where.start).sum()))
+    def read(self, disk: Runs, where: Runs, buffer: "_Buffer") -> Pages:
+        """The pages of ``where``, in ``buffer``."""
+        return buffer.fill(self.sources, join(intersect(disk, where.start, where.end)), _total(where))
 
     def _number(self, source: Source, identity: object) -> int:
         if identity not in self._numbers:
@@ -203,41 +216,53 @@ def _write_pages(writer: LayerWriter, blobs: Sequence[Source], runs: Runs, zeroe
     zero = runs.layer == ZERO
     if zeroes:
         _add_zeroed(writer, runs.pick(zero))
+    buffer = _Buffer()
     for batch in _batches(runs.pick(~zero)):
-        data = gather(blobs, _segments(batch), int((batch.end - batch.start).sum()))
-        _add_pages(writer, batch, data, zeroes)
+        _add_pages(writer, batch, buffer.fill(blobs, batch, _total(batch)), zeroes)
 
 
-def _add_pages(writer: LayerWriter, where: Runs, data: bytearray, zeroes: bool, old: bytearray | None = None) -> None:
-    """Write those pages of ``where``, whose contents are ``data``, that differ from ``old`` and are not zero.
+def _add_pages(writer: LayerWriter, where: Runs, pages: Pages, zeroes: bool, old: Pages | None = None) -> None:
+    """Write those pages of ``where``, whose contents are ``pages``, that differ from ``old`` and are not zero.
 
     Zero pages become zeroed extents when ``zeroes`` is set. Only the last page of the disk may be a short one.
     """
     length = where.end - where.start
-    count = -(-length // PAGE)
-    offset = np.repeat(where.start, count) + PAGE * (
-        np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
-    )
-    short = -len(data) % PAGE
-    pages = _as_pages(data, short)
+    total = int(length.sum())
     filled = pages.any(axis=1)
-    wanted = (pages != _as_pages(old, short)).any(axis=1) if old is not None else np.ones(len(pages), dtype=np.bool_)
-    size = np.full(len(offset), PAGE, dtype=np.int64)
-    if short:
-        size[-1] -= short
-    data_pages = filled & wanted
-    if data_pages.all():
-        writer.add(_words(where.start), _words(length), memoryview(data)[: int(length.sum())])
-    elif data_pages.any():
-        kept = pages[data_pages].data.cast("B")
-        writer.add(_words(offset[data_pages]), _words(size[data_pages]), kept[: int(size[data_pages].sum())])
+    wanted = (pages != old).any(axis=1) if old is not None else np.ones(len(pages), dtype=np.bool_)
+    kept = filled & wanted
+    if kept.all():
+        writer.add(_words(where.start), _words(length), pages.data.cast("B")[:total])
+        return
+    count = -(-length // PAGE)
+    number = np.arange(len(pages)) - np.repeat(np.cumsum(count) - count, count)
+    offset = np.repeat(where.start, count) + PAGE * number
+    size = np.minimum(PAGE, np.repeat(where.end, count) - offset)
+    if kept.any():
+        data = pages[kept].data.cast("B")
+        writer.add(_words(offset[kept]), _words(size[kept]), data[: int(size[kept].sum())])
     if zeroes:
         gone = ~filled & wanted
         writer.add_zeroed(_words(offset[gone]), _words(size[gone]))
 
 
-def _as_pages(data: bytearray, short: int) -> NDArray[np.uint64]:
-    return np.frombuffer(data + bytes(short) if short else data, dtype=np.uint64).reshape(-1, PAGE // 8)
+class _Buffer:
+    """Room for a batch, used again and again: fresh memory costs more than what is done with it."""
+
+    def __init__(self) -> None:
+        self._words = np.zeros(_BATCH // 8, dtype=np.uint64)
+        self.bytes = self._words.data.cast("B")
+
+    def fill(self, blobs: Sequence[Source], runs: Runs, total: int) -> Pages:
+        """The contents of ``runs``, ``total`` bytes, as pages; a short last one is filled up with zeros."""
+        rounded = -(-total // PAGE) * PAGE
+        gather_into(blobs, _segments(runs), self.bytes[:total])
+        self.bytes[total:rounded] = bytes(rounded - total)
+        return self._words[: rounded // 8].reshape(-1, PAGE // 8)
+
+
+def _total(runs: Runs) -> int:
+    return int((runs.end - runs.start).sum())
 
 
 def _add_zeroed(writer: LayerWriter, runs: Runs) -> None:
@@ -245,7 +270,7 @@ def _add_zeroed(writer: LayerWriter, runs: Runs) -> None:
 
 
 def _batches(runs: Runs) -> Iterator[Runs]:
-    """``runs`` in order, in pieces of at most 4 MiB together; long ones are cut at multiples of a page."""
+    """``runs`` in order, in pieces of at most 1 MiB together; long ones are cut at multiples of a page."""
     length = runs.end - runs.start
     pieces = -(-length // _BATCH)
     which = np.repeat(np.arange(len(runs)), pieces)

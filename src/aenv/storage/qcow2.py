@@ -56,12 +56,14 @@ def encode_overlay(size: int, backing: str, backing_format: str) -> bytes:
     return bytes(out)  # the L1 table is all zero: the file is extended over it
 
 
-def create_overlay(path: Path, backing: Path, size: int | None = None) -> None:
-    """Create an empty overlay at ``path``, which must not exist, over ``backing`` (raw or qcow2).
+def create_overlay(path: Path, backing: Path, size: int | None = None, form: str = "qcow2") -> None:
+    """Create an empty overlay at ``path``, which must not exist, over ``backing``, which is of format ``form``.
 
-    ``size`` is bytes, by default the backing image's. Raises CapacityError, CorruptFileError, FileExistsError.
+    The format is told and never guessed: a guest can make its raw disk look like an image that names a file of the
+    host. ``size`` is bytes, by default the backing image's. Raises CapacityError, CorruptFileError, FileExistsError.
     """
-    form = "qcow2" if is_qcow2(backing) else "raw"
+    if form not in ("qcow2", "raw"):
+        raise ValueError(f"A backing of format {form!r} is not possible.")
     if size is None:
         size = read_header(backing).size if form == "qcow2" else backing.stat().st_size
     size = -(-size // 512) * 512
@@ -81,11 +83,6 @@ def create_overlay(path: Path, backing: Path, size: int | None = None) -> None:
             os.link(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
-
-
-def is_qcow2(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(4) == MAGIC
 
 
 def parse_header(data: bytes, path: Path) -> Header:
@@ -141,16 +138,20 @@ def read_header(path: Path) -> Header:
 
 
 def backing_chain(path: Path) -> list[Path]:
-    """``path`` and every file under it, top first. Raises CorruptFileError on a loop or a missing file."""
+    """A qcow2 image and every file under it, top first. Raises CorruptFileError on a loop or a missing file."""
     chain = [path.absolute()]
     try:
-        while is_qcow2(chain[-1]):
-            below = read_header(chain[-1]).backing
-            if below is None:
+        form: str | None = "qcow2"
+        while form == "qcow2":
+            header = read_header(chain[-1])
+            if header.backing is None:
                 break
-            if below in chain or len(chain) >= MAX_CHAIN:
+            if header.backing in chain or len(chain) >= MAX_CHAIN:
                 raise CorruptFileError(f"The backing chain of {path} loops or is deeper than {MAX_CHAIN}.")
-            chain.append(below)
+            chain.append(header.backing)
+            form = header.backing_format
+            if not header.backing.exists():
+                raise FileNotFoundError(header.backing)
     except FileNotFoundError as error:
         raise CorruptFileError(f"{chain[-1]}, which {path} is based on, is missing.") from error
     return chain

@@ -53,15 +53,29 @@ class FileSource:
         check_range(self, offset, length, self.path)
         try:
             data = os.pread(self._fd, length, offset)
-            # The kernel returns at most 2 GiB - 4096 at once (read(2)).
-            while len(data) < length:
-                more = os.pread(self._fd, length - len(data), offset + len(data))
-                if not more:
-                    raise CorruptFileError(f"{self.path} became shorter while it was read.")
-                data += more
         except OSError as error:
-            raise SourceError(f"{self.path} cannot be read: {error.strerror}.") from error
-        return data
+            raise self._unreadable(error) from error
+        if len(data) == length:
+            return data
+        # The kernel returns at most 2 GiB - 4096 at once (read(2)).
+        out = bytearray(length)
+        self.read_into(offset, memoryview(out))
+        return bytes(out)
+
+    def read_into(self, offset: int, out: memoryview) -> None:
+        """Fill ``out``; raises what ``read`` raises."""
+        check_range(self, offset, len(out), self.path)
+        try:
+            while out:
+                count = os.preadv(self._fd, [out], offset)
+                if not count:
+                    raise CorruptFileError(f"{self.path} became shorter while it was read.")
+                out, offset = out[count:], offset + count
+        except OSError as error:
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: OSError) -> SourceError:
+        return SourceError(f"{self.path} cannot be read: {error.strerror}.")
 
     def close(self) -> None:
         if self._fd >= 0:

@@ -10,7 +10,7 @@ from aenv.storage import runs as composed
 from aenv.storage.extents import Extents
 from aenv.storage.lsmt import read_layer
 from aenv.storage.runs import ZERO, Runs
-from aenv.storage.source import Source, check_range
+from aenv.storage.source import FileSource, Source, check_range
 from aenv.storage.zfile import ZFileSource, is_zfile
 
 MAX_LAYERS = 255  # overlaybd's limit
@@ -45,8 +45,12 @@ def open_layer(source: Source, identity: Hashable = None) -> LayerView:
 
     Raises CorruptFileError, SourceError. ``identity`` is by default that of the object ``source``.
     """
-    blob = ZFileSource(source) if is_zfile(source) else source
-    virtual_size, extents = read_layer(blob)
+    if is_zfile(source):
+        blob: Source = ZFileSource(source)
+        virtual_size, extents = read_layer(blob, source.size)
+    else:
+        blob = source
+        virtual_size, extents = read_layer(blob)
     return LayerView(blob, virtual_size, extents, id(source) if identity is None else identity)
 
 
@@ -95,23 +99,33 @@ class Stack:
         return out
 
     def read(self, offset: int, length: int) -> bytes:
-        segments = self.segments(offset, length)
-        if len(segments) == 1:
-            layer, position, _ = segments[0]
-            return bytes(length) if layer == ZERO else self.layers[layer].source.read(position, length)
-        return bytes(gather([layer.source for layer in self.layers], segments, length))
+        i = bisect_right(self._start, offset) - 1
+        if i >= 0 <= length and offset + length <= self._end[i]:  # most reads lie within one run
+            layer = self._layer[i]
+            if layer == ZERO:
+                return bytes(length)
+            return self.layers[layer].source.read(self._position[i] + offset - self._start[i], length)
+        return bytes(gather([layer.source for layer in self.layers], self.segments(offset, length), length))
 
 
 def gather(blobs: Sequence[Source], segments: Iterable[Segment], total: int) -> bytearray:
-    """The contents of ``segments`` of ``blobs``, ``total`` bytes, one after the other.
+    """The contents of ``segments`` of ``blobs``, ``total`` bytes, one after the other."""
+    out = bytearray(total)
+    gather_into(blobs, segments, memoryview(out))
+    return out
+
+
+def gather_into(blobs: Sequence[Source], segments: Iterable[Segment], out: memoryview) -> None:
+    """Fill ``out`` with the contents of ``segments`` of ``blobs``, one after the other.
 
     Pieces that are near each other in one blob are read at once: scattered pages were mostly written together.
     """
-    out = bytearray(total)
     wanted = []
     at = 0
     for layer, position, length in segments:
-        if layer != ZERO:
+        if layer == ZERO:
+            out[at : at + length] = bytes(length)
+        else:
             wanted.append((layer, position, length, at))
         at += length
     wanted.sort()
@@ -121,11 +135,13 @@ def gather(blobs: Sequence[Source], segments: Iterable[Segment], total: int) -> 
         end, j = begin + length, i + 1
         while j < len(wanted) and wanted[j][0] == layer and wanted[j][1] - end <= _COALESCE:
             end, j = max(end, wanted[j][1] + wanted[j][2]), j + 1
-        data = blobs[layer].read(begin, end - begin)
-        if len(data) != end - begin:
-            raise CorruptFileError(f"A layer returned {len(data)} bytes instead of {end - begin}.")
-        view = memoryview(data)
-        for _, position, length, at in wanted[i:j]:
-            out[at : at + length] = view[position - begin : position - begin + length]
+        blob = blobs[layer]
+        if j == i + 1 and isinstance(blob, FileSource):
+            blob.read_into(begin, out[at : at + length])
+        else:
+            data = memoryview(blob.read(begin, end - begin))
+            if len(data) != end - begin:
+                raise CorruptFileError(f"A layer returned {len(data)} bytes instead of {end - begin}.")
+            for _, position, length, at in wanted[i:j]:
+                out[at : at + length] = data[position - begin : position - begin + length]
         i = j
-    return out
