@@ -10,6 +10,7 @@ set -euo pipefail
 
 readonly QEMU_MAJOR=10      # what restoring, as the node does it, was built and measured with
 readonly PYTHON_MINOR=11    # Python 3.11
+readonly VERSITYGW=v1.8.0   # the S3 server of the tests
 readonly BACKPORTS=/etc/apt/sources.list.d/aenv-backports.sources
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 group=demo
@@ -237,6 +238,39 @@ if ! grep -qsxE "$wanted ($group|dev)" "$stamp" || ! "$venv/bin/python" -c 'impo
   rm -f "$stamp"
   sync_python
   echo "$wanted $group" >"$stamp"
+fi
+
+# --- The S3 server of the tests --------------------------------------------------------------------------------
+
+# Go 1.21 or newer, which fetches the version that a module asks for by itself.
+find_go() {
+  local version
+  for GO in go /usr/local/go/bin/go /usr/lib/go-*/bin/go; do
+    version=$("$GO" version 2>/dev/null | sed -n 's/.* go1\.\([0-9]*\).*/\1/p')
+    [ "${version:-0}" -lt 21 ] || return 0
+  done
+  return 1
+}
+
+install_go() {
+  local why="builds the S3 server that the tests run"
+  case $os in
+    debian-12) apt_install "$why" -t "$codename-backports" golang-go ;;
+    *) apt_install "$why" golang-go ;;
+  esac
+  find_go || die "the distribution's Go is older than 1.21" "install a newer one and put go on PATH"
+}
+
+versitygw=$root/.tools/bin/versitygw
+if [ $group = dev ] && ! grep -qsx "$VERSITYGW" "$versitygw.version"; then
+  find_go || install_go
+  say "building the S3 server of the tests, VersityGW $VERSITYGW (three minutes)"
+  mkdir -p "$root/.tools/bin"
+  GOBIN=$root/.tools/bin CGO_ENABLED=0 "$GO" install -ldflags '-s -w' \
+    "github.com/versity/versitygw/cmd/versitygw@$VERSITYGW" >/dev/null 2>"$root/.tools/build.log" ||
+    die "VersityGW does not build" "$(tail -n 3 "$root/.tools/build.log")" \
+      "if modules could not be fetched, check this machine's network and GOPROXY, then run this again"
+  echo "$VERSITYGW" >"$versitygw.version"
 fi
 
 # --- The guest daemon ------------------------------------------------------------------------------------------

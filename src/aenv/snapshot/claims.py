@@ -193,7 +193,7 @@ class Renewal:
     def add(self, claim: StoredClaim) -> None:
         with self._lock:
             self._claims.add(claim)
-            if self._thread is None:
+            if self._thread is None and not self._closed.is_set():
                 self._thread = threading.Thread(target=self._run, name="repository-claims", daemon=True)
                 self._thread.start()
 

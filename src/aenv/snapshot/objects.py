@@ -102,8 +102,8 @@ class ObjectStore(Protocol):
         """Durably, without error when there is no such object. At most ``MAX_DELETE`` at once."""
 
     def delete_once(self, *keys: str) -> None:
-        """As ``delete``, with one request that is never repeated: a repetition may have a twin, still on its way, that
-        deletes what was written after the answer. After an error it may yet happen, a little later.
+        """As ``delete``, with one request that is never repeated: a repetition may have a twin, still on its way,
+        that deletes what was written after the answer. After an error it may yet happen, a little later.
         """
 
     def sweep(self, before: datetime) -> int:

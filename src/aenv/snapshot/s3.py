@@ -257,7 +257,7 @@ def _bucket(settings: RepositorySettings, deadline: float, retries: int) -> Buck
     if endpoint and settings.addressing == "virtual":
         parts = urlsplit(endpoint)
         endpoint = urlunsplit(parts._replace(netloc=f"{settings.bucket}.{parts.netloc}"))
-    config: "S3Config" = {
+    config: S3Config = {
         "region": settings.region or "",
         "virtual_hosted_style_request": settings.addressing == "virtual",
     }
@@ -268,7 +268,7 @@ def _bucket(settings: RepositorySettings, deadline: float, retries: int) -> Buck
         config["secret_access_key"] = settings.secret_access_key
     if settings.session_token:
         config["session_token"] = settings.session_token
-    client: "ClientConfig" = {
+    client: ClientConfig = {
         "connect_timeout": timedelta(seconds=min(5.0, deadline)),
         "timeout": timedelta(seconds=deadline),
         "read_timeout": timedelta(seconds=min(20.0, deadline)),

@@ -16,6 +16,7 @@ from aenv.errors import (
     CapacityError,
     ConflictError,
     CorruptFileError,
+    InvalidRequestError,
     NotFoundError,
     SnapshotNotFoundError,
     SourceError,
@@ -25,7 +26,7 @@ from aenv.snapshot.claims import Renewal, StoredClaim
 from aenv.snapshot.clock import Clock
 from aenv.snapshot.collector import Collector, layer_key
 from aenv.snapshot.index import ManifestIndex, manifest_key
-from aenv.snapshot.manifest import LayerRef, Manifest, digest_hex, dump
+from aenv.snapshot.manifest import LayerRef, Manifest, check_id, digest_hex, dump
 from aenv.snapshot.objects import (
     MAX_DELETE,
     ObjectMissingError,
@@ -157,8 +158,8 @@ class SharedRepository:
 
     def get(self, snapshot_id: str) -> Manifest:
         try:
-            return self._index.get(snapshot_id)
-        except ObjectMissingError:
+            return self._index.get(check_id(snapshot_id))
+        except (ObjectMissingError, InvalidRequestError):
             raise SnapshotNotFoundError(snapshot_id) from None
 
     def list(self) -> Iterator[Manifest]:
@@ -166,16 +167,16 @@ class SharedRepository:
         return iter(sorted(manifests, key=lambda manifest: (manifest.created_at, manifest.id), reverse=True))
 
     def delete(self, snapshot_id: str) -> None:
-        if self.store.head(manifest_key(snapshot_id)) is None:
-            raise SnapshotNotFoundError(snapshot_id)
+        self._require_snapshot(snapshot_id)
         self._catalog.remove_all(lambda named: named == snapshot_id)
         self.store.delete(manifest_key(snapshot_id))
+        # Once more: somebody may have named it in between, and has seen it still there.
+        self._catalog.remove_all(lambda named: named == snapshot_id)
 
     # --- Names -------------------------------------------------------------------------------------------------
 
     def set_name(self, name: str, tag: str, snapshot_id: str, *, expected: str | Anything | None = ANY) -> None:
-        if self.store.head(manifest_key(snapshot_id)) is None:
-            raise SnapshotNotFoundError(snapshot_id)
+        self._require_snapshot(snapshot_id)
         self._catalog.set(name, tag, snapshot_id, expected)
         # Whoever deletes the snapshot takes its names away first; this one may have come after that.
         if self.store.head(manifest_key(snapshot_id)) is None:
@@ -234,6 +235,15 @@ class SharedRepository:
 
     def close(self) -> None:
         self._renewal.close()
+
+    def _require_snapshot(self, snapshot_id: str) -> None:
+        """Whether its manifest is there; not whether it can be read."""
+        try:
+            found = self.store.head(manifest_key(check_id(snapshot_id)))
+        except InvalidRequestError:
+            found = None
+        if found is None:
+            raise SnapshotNotFoundError(snapshot_id)
 
     def _require_layers(self, manifest: Manifest) -> None:
         """Raises NotFoundError unless each is there, CorruptFileError when one has another size."""
