@@ -38,8 +38,6 @@ log = structlog.get_logger()
 
 BLOCK = 65536  # bytes
 LARGEST_FETCH = 1 << 20  # bytes of one range read; longer ones are split, and go on side by side
-AHEAD = (256 << 10, 8 << 20)  # bytes: smallest and largest window of reads ahead
-GAP = 256 << 10  # bytes that a stream may skip
 PER_SOURCE = 16  # fetches of one layer at once
 FETCHERS = 512  # fetches at once; a hanging source keeps at most PER_SOURCE of them per layer
 HIGH, LOW = 0.95, 0.85  # of the capacity
@@ -185,17 +183,21 @@ class BlockCache:
         count = -(-len(data) // self.block)
         with self._lock:
             room = self._used + count <= self._capacity
+            if room:
+                self._used += count  # so that others, who write now, too, see it
             self._tick = tick = min(self._tick + count, MAX_TICK - self._bonus)
-        if not room or time.monotonic() < self._disk_again or not self._disk_has_room():
+        if not room:
             self._evict_if_needed(count)
             return
+        new = 0
         try:
-            new = file.write(first, data, tick)
+            if time.monotonic() >= self._disk_again and self._disk_has_room():
+                new = file.write(first, data, tick)
         except OSError as error:
             self._disk_failed(error)
-            return
-        with self._lock:
-            self._used += new
+        finally:
+            with self._lock:
+                self._used += new - count
         self._evict_if_needed(0)
 
     def used_again(self, file: CacheFile, first: int, count: int) -> None:
@@ -239,7 +241,7 @@ class BlockCache:
             return True
         # Somebody else needs the disk: give back an eighth, and keep nothing for now.
         self._disk_again = now + DISK_PAUSE
-        self.pool.submit(self._evict, min(self._used * 7 // 8, int(self._capacity * LOW)))
+        self._evict(min(self._used * 7 // 8, int(self._capacity * LOW)))
         return False
 
     def _disk_failed(self, error: OSError) -> None:
@@ -307,9 +309,8 @@ class CachedSource:
         self._lock = threading.Lock()
         self._flights: dict[int, Flight] = {}
         self._limit = threading.BoundedSemaphore(PER_SOURCE)
-        smallest, largest, gap = (n // self._block for n in (*AHEAD, GAP))
         self._ahead_lock = threading.Lock()
-        self._ahead = ReadAhead(smallest, largest, gap)
+        self._ahead = ReadAhead()
         self._crc = file.crc if file is not None else np.zeros(self._blocks, dtype=np.uint32)
 
     @property
@@ -324,10 +325,13 @@ class CachedSource:
         if not length:
             return b""
         first, last = offset // self._block, (offset + length - 1) // self._block
-        self._read_ahead(first, last + 1)
         begin = offset - first * self._block
+        with self._ahead_lock:
+            ahead = self._ahead.after(offset, offset + length)
         if (data := self._from_disk(first, last + 1 - first)) is None:
-            data = self._assemble(first, last + 1)
+            data = self._assemble(first, last + 1, ahead)
+        else:
+            self._read_ahead(*ahead)
         return data if len(data) == length else data[begin : begin + length]
 
     def _from_disk(self, first: int, count: int) -> bytes | None:
@@ -346,7 +350,7 @@ class CachedSource:
         self._cache.used_again(file, first, count)
         return data
 
-    def _assemble(self, first: int, end: int) -> bytes:
+    def _assemble(self, first: int, end: int, ahead: tuple[int, int]) -> bytes:
         """Blocks of which some are not on the disk."""
         deadline = time.monotonic() + self._cache.policy.deadline
         parts: dict[int, bytes] = {}
@@ -362,6 +366,7 @@ class CachedSource:
                     missing.append(number)
             self._cache.count(misses=len(missing), hits=len(parts) + len(waits))
             waits += self._depart(missing)
+        self._read_ahead(*ahead)  # behind what is asked for now
         for number in range(first, end):
             if self._crc[number] and number not in parts and (data := self._from_disk(number, 1)) is not None:
                 parts[number] = data
@@ -436,15 +441,12 @@ class CachedSource:
                 if self._flights.get(number) is flight:
                     del self._flights[number]
 
-    def _read_ahead(self, first: int, end: int) -> None:
-        with self._ahead_lock:
-            begin, stop = self._ahead.after(first, end)
-        stop = min(stop, self._blocks)
-        if begin >= stop or not self._cache.can_hold((stop - begin) * self._block):
+    def _read_ahead(self, start: int, end: int) -> None:
+        """Fetch these bytes, nobody waits for it."""
+        begin, stop = start // self._block, min(-(-end // self._block), self._blocks)
+        if start >= end or begin >= stop or not self._cache.can_hold(end - start):
             return
         with self._lock:
-            if len(self._flights) * self._block > 2 * AHEAD[1]:
-                return
             crc, memory = self._crc, self._cache.memory
             wanted = [
                 number

@@ -4,6 +4,7 @@
   aenv.db        SQLite, WAL               vms/<vm>/     QMP socket, process record
   accounts.db    keys, tokens, secrets,    layers/<id>   committed volumes, from the layer server
                  volumes: mode 0600
+  volumes/<id>/  files of volumes, as their users made them
   logs.db        sandboxes' logs: mode 0600
   api-key        mode 0600
   lock           held by the server
@@ -16,6 +17,7 @@
   builds/<build>.jsonl       logs of template builds
   template-files/<sha256>    archives uploaded for template builds
   commits/       layers on their way to the repository
+  node-name      what claims in the repository call this node
 
 A file becomes part of the node by the database row that names it, written after the file is complete. So
 whatever no row names when the server starts is debris of a crash and is removed.
@@ -57,6 +59,10 @@ class Layout:
     @property
     def vms(self) -> Path:
         return self.home / "vms"
+
+    @property
+    def node_name(self) -> Path:
+        return self.home / "node-name"
 
     @property
     def commits(self) -> Path:

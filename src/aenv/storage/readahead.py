@@ -1,56 +1,54 @@
-"""Recognising that a file is read from front to back, and how far to read ahead then. Pure; units are blocks.
+"""Recognising that a file is read from front to back, and how far to read ahead then. Pure; units are bytes.
 
 Several streams are followed at once, because a stack of layers, and several guests, read a layer in several places. A
-single fault never starts one: a stream must have gone on ``START`` times, by reads that begin where the last one
-ended (or at most ``GAP`` behind it, since pages that a newer layer has replaced are skipped).
+read belongs to a stream when it begins where the stream's last one ended, or little behind it (pages that a newer
+layer has replaced are skipped). Scattered page faults never make one: a stream must have read ``START`` bytes, and
+what is read ahead is in proportion to what it has read, so at most that share is fetched in vain.
 """
 
 from dataclasses import dataclass, field
 
-STREAMS = 4
-START = 3
+STREAMS = 8
+START = 512 << 10
+SHARE = 2  # half of what the stream has read so far
+LARGEST = 8 << 20  # at 100 ms to the source, 80 MB/s; at 10 ms, more than a disk gives
+GAP = 16 << 10  # that a stream may skip
+BACK = 64 << 10  # that it may read again
 
 
 @dataclass(slots=True)
 class _Stream:
     end: int  # where the next read is expected
-    length: int = 1  # reads so far
-    window: int = 0
-    ahead: int = 0  # up to where blocks were asked for
+    length: int  # of the stream so far
+    ahead: int = 0  # up to where it was fetched ahead
 
 
 @dataclass(slots=True)
 class ReadAhead:
-    """One layer's streams. ``smallest`` and ``largest`` bound the window, which doubles as a stream goes on."""
+    """The streams of one layer."""
 
-    smallest: int
-    largest: int
-    gap: int
     _streams: list[_Stream] = field(default_factory=list)
 
-    def after(self, first: int, end: int) -> tuple[int, int]:
-        """Blocks ``first`` … ``end`` are read; which to fetch ahead, as (first, end), equal when none."""
-        stream = self._find(first)
+    def after(self, begin: int, end: int) -> tuple[int, int]:
+        """``begin`` … ``end`` is read; what to fetch ahead, as (begin, end), equal when nothing."""
+        stream = self._find(begin)
         if stream is None:
-            self._streams.insert(0, _Stream(end))
+            self._streams.insert(0, _Stream(end, end - begin))
             del self._streams[STREAMS:]
             return end, end
-        if end <= stream.end:  # still in the block that the last read ended in
+        if end <= stream.end:
             return end, end
+        stream.length += end - stream.end
         stream.end = end
-        stream.length += 1
-        if stream.length < START:
+        window = min(stream.length // SHARE, LARGEST)
+        if stream.length < START or stream.ahead >= end + window // 2:
             return end, end
-        if stream.ahead > end + stream.window // 2:
-            return end, end
-        stream.window = min(max(stream.window * 2, self.smallest), self.largest)
-        begin = max(stream.ahead, end)
-        stream.ahead = end + stream.window
-        return begin, max(begin, stream.ahead)
+        start, stream.ahead = max(stream.ahead, end), end + window
+        return start, stream.ahead
 
-    def _find(self, first: int) -> _Stream | None:
+    def _find(self, begin: int) -> _Stream | None:
         for i, stream in enumerate(self._streams):
-            if stream.end - 1 <= first <= stream.end + self.gap:
+            if stream.end - BACK <= begin <= stream.end + GAP:
                 if i:
                     self._streams.insert(0, self._streams.pop(i))
                 return stream

@@ -16,6 +16,7 @@ from aenv.config import RepositorySettings
 from aenv.errors import ConflictError, SourceError
 from aenv.storage.layerd import control
 from aenv.storage.layerd.config import VERSION, Config
+from aenv.storage.layerd.handoff import MODULE
 from aenv.storage.layerd.mount import alive
 
 log = structlog.get_logger()
@@ -60,9 +61,10 @@ def repository_of(settings: RepositorySettings, home: Path) -> dict[str, Any]:
 class LayerServer:
     """``repository`` says where layers are: see ``aenv.storage.layerd.opening.StoredLayers``."""
 
-    def __init__(self, config: Config, repository: Mapping[str, Any]) -> None:
+    def __init__(self, config: Config, repository: Mapping[str, Any], module: str = MODULE) -> None:
         self.config = config
         self._repository = dict(repository)
+        self._module = module
         self._starting = asyncio.Lock()
 
     async def ensure_running(self) -> bool:
@@ -177,7 +179,7 @@ class LayerServer:
         raise SourceError(f"The layer server did not start: {said}", f"See {self.config.log}.")
 
     def _spawn(self) -> "subprocess.Popen[bytes]":
-        argv = [sys.executable, "-m", "aenv.storage.layerd", "keep", self.config.dump()]
+        argv = [sys.executable, "-m", self._module, "keep", self.config.dump()]
         with self.config.log.open("ab") as out:
             return subprocess.Popen(
                 argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, cwd="/"

@@ -10,6 +10,8 @@ from typing import Any
 from aenv.storage.layerd.config import Config
 from aenv.storage.layerd.protocol import Session
 
+MODULE = "aenv.storage.layerd"
+
 
 @dataclass(frozen=True, slots=True)
 class Handoff:
@@ -28,6 +30,7 @@ class Handoff:
     lock: int
     alive_read: int
     alive_write: int = -1  # the server's is always -1
+    module: str = MODULE  # what is run as the other process
 
     def descriptors(self) -> tuple[int, ...]:
         fds = (self.device, self.shared, self.listener, self.lock, self.alive_read, self.alive_write)
@@ -49,5 +52,5 @@ class Handoff:
 
     def spawn(self, role: str, *more: str, pass_fds: tuple[int, ...] = ()) -> "subprocess.Popen[bytes]":
         """Start ``role`` ("serve" or "adopt") with these descriptors."""
-        argv = [sys.executable, "-m", "aenv.storage.layerd", role, self.dump(), *more]
+        argv = [sys.executable, "-m", self.module, role, self.dump(), *more]
         return subprocess.Popen(argv, pass_fds=(*self.descriptors(), *pass_fds), stdin=subprocess.DEVNULL)

@@ -27,7 +27,7 @@ QUICK = 1.0  # seconds: a server that lived shorter is started again only after 
 LONGEST_WAIT = 2.0
 
 
-def start(config: Config) -> None:
+def start(config: Config, module: str) -> None:
     """Mount, and serve until it is unmounted. Raises ConflictError when one runs already, MountError."""
     config.runtime.mkdir(parents=True, exist_ok=True, mode=0o700)
     lock = os.open(config.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -45,7 +45,7 @@ def start(config: Config) -> None:
     listener.listen(128)
     alive_read, alive_write = os.pipe()
     handoff = Handoff(
-        config, session, device, shared.create(), listener.detach(), lock, alive_read, alive_write
+        config, session, device, shared.create(), listener.detach(), lock, alive_read, alive_write, module
     )  # fmt: skip
     Keeper(handoff).run(None)
 

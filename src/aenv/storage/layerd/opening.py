@@ -1,5 +1,5 @@
-"""From an export's ``repository`` to the stored bytes of its layers. The one place where the layer server looks upward:
-it is a program of its own, and the repository's code is imported only by those who have a bucket.
+"""From an export's ``repository`` to the stored bytes of its layers. The one place where the layer server looks
+upward: it is a program of its own, and the repository's code is imported only by those who have a bucket.
 """
 
 import json
@@ -28,7 +28,7 @@ class StoredLayers:
     def __call__(self, repository: Mapping[str, Any], layer: Layer) -> Source:
         """Raises SourceError, InvalidRequestError."""
         if repository.get("backend") == "posix_fs" and repository.get("path"):
-            # The repository's layout (docs/internals/repository.md), read without its code, which takes long to import.
+            # Its layout (docs/internals/repository.md) without its code, which takes long to import.
             name = layer.digest.removeprefix("sha256:")
             return FileSource(Path(repository["path"]) / "layers" / name[:2] / name)
         key = json.dumps(repository, sort_keys=True)

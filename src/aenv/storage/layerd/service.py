@@ -14,6 +14,7 @@ import structlog
 
 from aenv.errors import AenvError, ConflictError, InvalidRequestError
 from aenv.storage.blockcache import BlockCache
+from aenv.storage.fetching import FetchPolicy
 from aenv.storage.layerd import control, keeper, mount
 from aenv.storage.layerd.config import VERSION
 from aenv.storage.layerd.exports import Export, Exports, parse
@@ -34,13 +35,13 @@ SWITCH = 0.0005
 class Service:
     """Exports and figures, as clients see them. Thread-safe."""
 
-    def __init__(self, handoff: Handoff, opener: Opener | None = None) -> None:
+    def __init__(self, handoff: Handoff, opener: Opener | None = None, policy: FetchPolicy | None = None) -> None:
         self._handoff = handoff
         config = handoff.config
         self._shared = Shared(handoff.shared)
         self._exports = Exports(config.exports)
         self.cache = BlockCache(
-            config.cache, capacity=config.cache_size, memory=config.memory_size, reserve=config.reserve
+            config.cache, capacity=config.cache_size, memory=config.memory_size, reserve=config.reserve, policy=policy
         )
         self._library = Library(self.cache, opener or StoredLayers())
         self._filesystem = Filesystem(self._exports, self._library, self._shared, self._gone)
@@ -133,13 +134,13 @@ class Service:
         return {}
 
 
-def serve(handoff: Handoff) -> None:
+def serve(handoff: Handoff, opener: Opener | None = None, policy: FetchPolicy | None = None) -> None:
     """Be the server until the mount is gone, then exit: threads may still wait for sources."""
     sys.setswitchinterval(SWITCH)
     threading.stack_size(512 << 10)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: meant for the keeper
     try:
-        service = Service(handoff)
+        service = Service(handoff, opener, policy)
         service.start()
     except AenvError as error:
         log.error("the layer server cannot start", error=str(error))
