@@ -161,7 +161,7 @@ async def frozen(
     with base.open("wb") as file:
         file.truncate(64 << 20)
     disk = directory / "disk.qcow2"
-    qcow2.create_overlay(disk, base)
+    qcow2.create_overlay(disk, base, form="raw")
     network = namespaces.take()
     vm = await vmm.boot("first", SHAPE, network, disk, {"aenv.test": "yes"})
     assert (await ask(vm, "ping", 120)) == "pong"

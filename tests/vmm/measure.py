@@ -147,7 +147,7 @@ async def measure(vmm: QemuVmm, namespaces: Namespaces, directory: Path, shape: 
     with (directory / "root.raw").open("wb") as file:
         file.truncate(1 << 30)
     disk = directory / "disk.qcow2"
-    qcow2.create_overlay(disk, directory / "root.raw")
+    qcow2.create_overlay(disk, directory / "root.raw", form="raw")
     network = namespaces.take()
     began = time.perf_counter()
     vm = await vmm.boot("first", shape, network, disk, {})

@@ -121,6 +121,6 @@ def test_runs_and_chunks(pages: set[int]) -> None:
     first, length = ram.runs(numbers)
     assert expand(first, length) == pages
     assert len(first) <= 1 or bool(np.all(first[1:] > first[:-1] + length[:-1]))
-    parts = ram.chunks(first, length, 100)
+    parts = list(ram.chunks(first, length, 100))
     assert all(int(n.sum()) <= 100 and len(n) <= ram.IOV_MAX for _, n in parts)
     assert [p for s, n in parts for p in sorted(expand(s, n))] == sorted(pages)

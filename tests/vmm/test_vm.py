@@ -105,7 +105,7 @@ async def test_two_vcpus_and_memory_above_four_gib(
     shape = MachineShape(vcpus=2, memory_mib=4096)  # microvm maps what is over 3 GiB at the guest address 4 GiB
     with (tmp_path / "base.raw").open("wb") as file:
         file.truncate(8 << 20)
-    qcow2.create_overlay(tmp_path / "disk.qcow2", tmp_path / "base.raw")
+    qcow2.create_overlay(tmp_path / "disk.qcow2", tmp_path / "base.raw", form="raw")
     network = namespaces.take()
     vm = await vmm.boot("large", shape, network, tmp_path / "disk.qcow2", {})
     try:

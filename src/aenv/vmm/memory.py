@@ -7,9 +7,13 @@ and no co-operation of the VMM. All functions block: call them in a worker threa
 
 import ctypes
 import fcntl
+import itertools
 import os
 import struct
 import sys
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +26,7 @@ from aenv.storage import lsmt
 PAGE = 4096
 IOV_MAX = 1024
 CHUNK = 1024  # pages read at once: 4 MiB
+THREADS = min(4, os.cpu_count() or 1)  # that copy: more only wait for the same memory bus
 PAGEMAP_SCAN = 0xC0606610  # _IOWR('f', 16, struct pm_scan_arg), linux/fs.h since Linux 6.7
 IS_FILE, IS_PRESENT, IS_SWAPPED = 1 << 2, 1 << 3, 1 << 4
 REGIONS = 4096  # regions that one ioctl may return
@@ -147,24 +152,19 @@ def runs(pages: Words) -> tuple[Words, Words]:
     return first, np.diff(np.concatenate((np.concatenate(([0], breaks)), [len(pages)]))).astype(np.uint64)
 
 
-def chunks(first: Words, length: Words, limit: int) -> list[tuple[Words, Words]]:
-    """The same runs in groups of at most ``limit`` pages and IOV_MAX runs, long runs split."""
-    out: list[tuple[Words, Words]] = []
-    starts: list[int] = []
-    lengths: list[int] = []
-    room = limit
-    for start, size in zip(first.tolist(), length.tolist(), strict=True):
-        while size:
-            if not room or len(starts) == IOV_MAX:
-                out.append((np.array(starts, dtype=np.uint64), np.array(lengths, dtype=np.uint64)))
-                starts, lengths, room = [], [], limit
-            take = min(size, room)
-            starts.append(start)
-            lengths.append(take)
-            start, size, room = start + take, size - take, room - take
-    if starts:
-        out.append((np.array(starts, dtype=np.uint64), np.array(lengths, dtype=np.uint64)))
-    return out
+def chunks(first: Words, length: Words, limit: int) -> Iterator[tuple[Words, Words]]:
+    """The same runs in groups of at most ``limit`` pages, and so of at most ``limit`` runs; long runs are cut."""
+    ends = np.cumsum(length, dtype=np.uint64)
+    total = int(ends[-1]) if len(ends) else 0
+    # Counted in pages that were captured: where runs begin, and where groups do.
+    starts = ends - length
+    cuts = np.union1d(starts, np.arange(0, total, limit, dtype=np.uint64))
+    which = np.searchsorted(starts, cuts, side="right") - 1
+    at = first[which] + (cuts - starts[which])
+    size = np.diff(np.append(cuts, np.uint64(total)))
+    bounds = np.searchsorted(cuts, np.arange(0, total + limit, limit, dtype=np.uint64))
+    for low, high in itertools.pairwise(bounds.tolist()):
+        yield at[low:high], size[low:high]
 
 
 def capture(mapping: Mapping, delta: Path, over_zeros: bool) -> Captured:
@@ -173,32 +173,59 @@ def capture(mapping: Mapping, delta: Path, over_zeros: bool) -> Captured:
     Zero pages become ``zeroed`` entries; with ``over_zeros`` (the base is an empty file) they are left out.
     Raises VmmError when the process goes away, CapacityError when the disk is full; no file is left then.
     """
-    first, length = private_runs(mapping)
-    buffer = np.empty((CHUNK, PAGE // 8), dtype=np.uint64)
-    data = zero = 0
-    page = np.uint64(PAGE)
+    groups = list(chunks(*private_runs(mapping), CHUNK))
+    threads = min(THREADS, -(-len(groups) // 4))
     with lsmt.LayerWriter(delta, mapping.size) as writer:
-        for starts, lengths in chunks(first, length, CHUNK):
-            count = int(lengths.sum())
-            _transfer(_libc.process_vm_readv, mapping, starts, lengths, buffer.ctypes.data)
-            block = buffer[:count]
-            numbers = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths.astype(np.int64))
-            numbers += np.arange(count, dtype=np.uint64)
-            full = block[:, 0] != 0
-            full[~full] = block[~full].any(axis=1)
-            kept = count if full.all() else int(np.count_nonzero(full))
-            if kept < count:
-                block = block[full]
-                at, size = runs(numbers[~full])
-                zero += count - kept
-                if not over_zeros:
-                    writer.add_zeroed(at * page, size * page)
-            if kept:
-                at, size = runs(numbers[full])
-                writer.add(at * page, size * page, block.reshape(-1).view(np.uint8).data)
-                data += kept
+
+        def copy(groups: Iterator[tuple[Words, Words]]) -> list[tuple[int, int]]:
+            buffer = np.empty((CHUNK, PAGE // 8), dtype=np.uint64)
+            return [_copy(mapping, writer, buffer, *group, over_zeros) for group in groups]
+
+        if threads < 2:
+            counts = copy(iter(groups))
+        else:
+            # Reading another process's memory and writing the page cache are the kernel's work, done side by side.
+            queue = _Shared(groups)
+            with ThreadPoolExecutor(threads, thread_name_prefix="capture") as pool:
+                counts = [pair for part in pool.map(lambda _: copy(queue), range(threads)) for pair in part]
         writer.commit()
-    return Captured(data * PAGE, zero * PAGE)
+    return Captured(sum(data for data, _ in counts) * PAGE, sum(zero for _, zero in counts) * PAGE)
+
+
+class _Shared(Iterator[tuple[Words, Words]]):
+    """One iterator for several threads."""
+
+    def __init__(self, items: Iterable[tuple[Words, Words]]) -> None:
+        self._items = iter(items)
+        self._lock = threading.Lock()
+
+    def __next__(self) -> tuple[Words, Words]:
+        with self._lock:
+            return next(self._items)
+
+
+def _copy(
+    mapping: Mapping, writer: lsmt.LayerWriter, buffer: Words, starts: Words, lengths: Words, over_zeros: bool
+) -> tuple[int, int]:
+    """Write one group of runs; how many pages were data, and how many zero."""
+    page, count = np.uint64(PAGE), int(lengths.sum())
+    _transfer(_libc.process_vm_readv, mapping, starts, lengths, buffer.ctypes.data)
+    block = buffer[:count]
+    full = block[:, 0] != 0
+    full[~full] = block[~full].any(axis=1)
+    if full.all():
+        writer.add(starts * page, lengths * page, block.reshape(-1).view(np.uint8).data)
+        return count, 0
+    numbers = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths.astype(np.int64))
+    numbers += np.arange(count, dtype=np.uint64)
+    if not over_zeros:
+        at, size = runs(numbers[~full])
+        writer.add_zeroed(at * page, size * page)
+    kept = int(np.count_nonzero(full))
+    if kept:
+        at, size = runs(numbers[full])
+        writer.add(at * page, size * page, block[full].reshape(-1).view(np.uint8).data)
+    return kept, count - kept
 
 
 def inject(mapping: Mapping, delta: Path) -> int:

@@ -118,6 +118,9 @@ class Vm(Protocol):
         if it fails, it may name either.
         """
 
+    async def grow_disk(self, size: int) -> None:
+        """Make the root disk ``size`` bytes large, which its guest is told; never smaller."""
+
     async def wait(self) -> int | None:
         """Wait until the process has ended; its exit status, or None when it was not our child."""
 

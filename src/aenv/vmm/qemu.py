@@ -251,6 +251,10 @@ class QemuVm:
         arguments = {"device": node, "image-node-name": node, "backing-file": str(backing)}
         await self._qmp.execute("change-backing-file", arguments)
 
+    async def grow_disk(self, size: int) -> None:
+        node, _ = await self._root()
+        await self._qmp.execute("block_resize", {"node-name": node, "size": size})
+
     async def _drop_nodes(self, names: set[str]) -> None:
         """Close what is no longer in use. A node that was added by name stays open until told, with all below."""
         dropped = True
