@@ -4,22 +4,19 @@ The platform's own use, such as template builds; users go through the E2B SDK.
 """
 
 import asyncio
-import base64
 import json
-import struct
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 
+from aenv.client import connect
+from aenv.client.connect import CommandRefusedError, Ended, Output, Started
 from aenv.client.guest import ENVD_PORT
-from aenv.errors import AenvError, SandboxUnreachableError
+from aenv.errors import SandboxUnreachableError
 
-# Connect's streaming frames: one flag byte and a big-endian length; flag bit 1 marks the end of the stream.
-# https://connectrpc.com/docs/protocol/#streaming-rpcs
-_HEADER = struct.Struct(">BI")
-_END_OF_STREAM = 0x02
+__all__ = ["CommandRefusedError", "CommandResult", "Ended", "Output", "Started", "events", "run"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,43 +26,18 @@ class CommandResult:
     stderr: str
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
-    pid: int
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """Bytes as they came; a chunk may end within a line or a character."""
-
-    stream: str  # "stdout" or "stderr"
-    data: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """``status`` is in words: ``exit status 1``, ``signal: killed``; the code is -1 after a signal."""
-
-    exit_code: int
-    status: str
-
-
-class CommandRefusedError(AenvError):
-    """envd did not start the command: the user, the folder or the program does not exist in the guest."""
-
-
 async def run(host: str, command: str, *, user: str, token: str | None = None, timeout: float) -> CommandResult:
     """Run ``command`` in a login shell as ``user``; its output and exit code, whatever they are.
 
     Raises SandboxUnreachableError when envd cannot be reached, refuses, or ``timeout`` (seconds) passes.
     """
-    request = json.dumps({"process": {"cmd": "/bin/bash", "args": ["-l", "-c", command]}}).encode()
-    headers = _headers(user, token)
+    request = connect.pack({"process": {"cmd": "/bin/bash", "args": ["-l", "-c", command]}})
+    headers = connect.headers(user=user, token=token)
     url = f"http://{host}:{ENVD_PORT}/process.Process/Start"
     try:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout)) as session,
-            session.post(url, data=_HEADER.pack(0, len(request)) + request, headers=headers) as answer,
+            session.post(url, data=request, headers=headers) as answer,
         ):
             if answer.status != 200:
                 raise SandboxUnreachableError(f"envd refused the command: {(await answer.text())[:500]}")
@@ -76,18 +48,16 @@ async def run(host: str, command: str, *, user: str, token: str | None = None, t
 
 async def _collect(stream: aiohttp.StreamReader, command: str) -> CommandResult:
     output = {"stdout": bytearray(), "stderr": bytearray()}
-    while True:
-        flags, size = _HEADER.unpack(await stream.readexactly(_HEADER.size))
-        message = json.loads(await stream.readexactly(size))
-        if flags & _END_OF_STREAM:
-            reason = message.get("error", {}).get("message", "the stream ended early")
-            raise SandboxUnreachableError(f"The command {command!r} could not be run: {reason}.")
-        event = message.get("event", {})
-        for name, text in event.get("data", {}).items():
-            output[name] += base64.b64decode(text)
-        if (end := event.get("end")) is not None:
-            texts = {name: data.decode(errors="replace") for name, data in output.items()}
-            return CommandResult(int(end.get("exitCode", 0)), **texts)
+    try:
+        async for event in _events(stream):
+            if isinstance(event, Output):
+                output[event.stream] += event.data
+            elif isinstance(event, Ended):
+                texts = {name: data.decode(errors="replace") for name, data in output.items()}
+                return CommandResult(event.exit_code, **texts)
+    except CommandRefusedError as error:
+        raise SandboxUnreachableError(f"The command {command!r} could not be run: {error.message}.") from error
+    raise SandboxUnreachableError(f"The command {command!r} could not be run: the stream ended early.")
 
 
 async def events(
@@ -107,13 +77,14 @@ async def events(
     config: dict[str, Any] = {"cmd": argv[0], "args": list(argv[1:]), "envs": dict(envs or {})}
     if cwd is not None:
         config["cwd"] = cwd
-    request = json.dumps({"process": config, "stdin": False}).encode()
+    request = connect.pack({"process": config, "stdin": False})
+    headers = connect.headers(user=user, token=token)
     url = f"http://{host}:{ENVD_PORT}/process.Process/Start"
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=30)
     try:
         async with (
             aiohttp.ClientSession(timeout=timeout) as session,
-            session.post(url, data=_HEADER.pack(0, len(request)) + request, headers=_headers(user, token)) as answer,
+            session.post(url, data=request, headers=headers) as answer,
         ):
             if answer.status != 200:
                 raise CommandRefusedError((await answer.text())[:500])
@@ -124,25 +95,12 @@ async def events(
 
 
 async def _events(stream: aiohttp.StreamReader) -> AsyncIterator[Started | Output | Ended]:
+    """Ends after the end of the process. Raises CommandRefusedError when the stream ends without one."""
     while True:
-        flags, size = _HEADER.unpack(await stream.readexactly(_HEADER.size))
-        message = json.loads(await stream.readexactly(size))
-        if flags & _END_OF_STREAM:
-            raise CommandRefusedError(message.get("error", {}).get("message", "the stream ended early"))
-        event = message.get("event", {})
-        if "start" in event:
-            yield Started(int(event["start"].get("pid", 0)))
-        for name, text in event.get("data", {}).items():
-            yield Output(name, base64.b64decode(text))
-        if (end := event.get("end")) is not None:
-            code = int(end.get("exitCode", 0))
-            yield Ended(code, end.get("status") or f"exit status {code}")
-            return
-
-
-def _headers(user: str, token: str | None) -> dict[str, str]:
-    return {
-        "Content-Type": "application/connect+json",
-        "Connect-Protocol-Version": "1",
-        "Authorization": "Basic " + base64.b64encode(f"{user}:".encode()).decode(),
-    } | ({"X-Access-Token": token} if token else {})
+        flags, size = connect.HEADER.unpack(await stream.readexactly(connect.HEADER.size))
+        for event in connect.events(flags, json.loads(await stream.readexactly(size))):
+            yield event
+            if isinstance(event, Ended):
+                return
+        if flags & connect.END_OF_STREAM:
+            raise CommandRefusedError("the stream ended early")

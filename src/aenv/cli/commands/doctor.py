@@ -1,0 +1,181 @@
+"""``aenv doctor``."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from aenv.cli import output, stages
+from aenv.cli.help import application, command
+from aenv.client import account
+from aenv.client.api import Api
+from aenv.client.transport import Transport
+from aenv.errors import AenvError
+
+app = application()
+
+LITTLE_DISK = 0.05  # share of free space below which a warning is due
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """``advice`` says what to do about what is not well."""
+
+    what: str
+    result: Literal["good", "warning", "bad"]
+    text: str
+    advice: str = ""
+
+
+@command(
+    app,
+    "doctor",
+    """
+aenv doctor
+aenv doctor --sandbox                # starts one, runs a command, deletes it
+aenv doctor -o json
+""",
+)
+def doctor(
+    sandbox: Annotated[bool, typer.Option("--sandbox", help="Also start a sandbox and run a command in it.")] = False,
+    form: output.OutputOption = None,
+) -> None:
+    """Check the connection, the server, and whether this machine can run sandboxes.
+
+    The exit code is 1 if something is wrong.
+    """
+    show = (lambda _: None) if output.wants_json(form) else _show
+    found = []
+    for finding in _examine(sandbox):
+        found.append(finding)
+        show(finding)
+    if output.wants_json(form):
+        output.print_json([asdict(finding) for finding in found])
+    if any(finding.result == "bad" for finding in found):
+        raise typer.Exit(1)
+
+
+def _show(finding: Finding) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    mark = {"good": "[green]✓[/]", "warning": "[yellow]![/]", "bad": "[red]✗[/]"}[finding.result]
+    console = output.console()
+    rows = [f"{mark} [bold]{finding.what:<12}[/]  ", escape(finding.text)]
+    grid = Table.grid()
+    grid.add_row(*rows)
+    if finding.advice:
+        grid.add_row("", f"[dim]{escape(finding.advice)}[/]")
+    console.print(grid)
+    sys.stdout.flush()
+
+
+def _examine(sandbox: bool) -> Iterator[Finding]:
+    found = account.load()
+    yield Finding("Server", "good", f"{found.api_url}, from {found.url_from}")
+    if found.api_key is None:
+        yield Finding("Key", "bad", "there is none", "Run `aenv auth login`, or set AENV_API_KEY.")
+    api = Api(Transport(found.api_url, {"X-API-Key": found.api_key or ""}))
+    reached = _checked("Answers", lambda: _answers(api))
+    yield reached
+    if reached.result == "good" and found.api_key is not None:
+        accepted = _checked("Key", lambda: _key(api, found.key_from))
+        yield accepted
+        if accepted.result == "good":
+            yield from _server(api, sandbox)
+    yield from _machine()
+
+
+def _checked(what: str, check: Callable[[], Finding]) -> Finding:
+    try:
+        return check()
+    except AenvError as error:
+        return Finding(what, "bad", error.message, error.hint)
+
+
+def _answers(api: Api) -> Finding:
+    started = time.perf_counter()
+    api.transport.request("GET", "/health", timeout=10)
+    taken = (time.perf_counter() - started) * 1000
+    return Finding("Answers", "good", f"in {taken:.0f} ms, version {api.version()}")
+
+
+def _key(api: Api, origin: str) -> Finding:
+    api.team()
+    return Finding("Key", "good", f"accepted, from {origin}")
+
+
+def _server(api: Api, sandbox: bool) -> Iterator[Finding]:
+    for node in api.nodes():
+        metrics = node["metrics"]
+        disk = metrics["disks"][0]
+        free = disk["totalBytes"] - disk["usedBytes"]
+        little = free < disk["totalBytes"] * LITTLE_DISK
+        text = (
+            f"{node['id']} is {node['status']}: {node['sandboxCount']} sandboxes run, "
+            f"{output.bytes_text(free)} of disk and {output.bytes_text(metrics['memoryTotalBytes'] - metrics['memoryUsedBytes'])} of memory are free"
+        )
+        advice = "Delete sandboxes, snapshots or templates, or give the node's home more room." if little else ""
+        yield Finding("Node", "warning" if little else "good", text, advice)
+    templates = api.templates()
+    ready = [item for item in templates if item["buildStatus"] == "ready"]
+    if ready:
+        yield Finding("Templates", "good", f"{len(ready)} of {len(templates)} are ready")
+    else:
+        yield Finding("Templates", "bad", "none is ready", "`aenv-server setup` builds the base template.")
+    if sandbox:
+        yield _checked("Sandbox", lambda: _sandbox(api))
+
+
+def _sandbox(api: Api) -> Finding:
+    started = time.perf_counter()
+    with stages.sandbox_of(api, "base") as client:
+        created = time.perf_counter()
+        code, text, _ = client.run("uname -r")
+        answered = time.perf_counter()
+    if code != 0:
+        return Finding("Sandbox", "bad", f"its first command ended with {code}")
+    return Finding(
+        "Sandbox", "good",
+        f"started in {(created - started) * 1000:.0f} ms, ran a command in {(answered - created) * 1000:.0f} ms, "
+        f"kernel {text.decode().strip()}",
+    )  # fmt: skip
+
+
+def _machine() -> Iterator[Finding]:
+    """Verdicts on this machine's hypervisors, where a node has been set up that this user may read."""
+    import asyncio
+
+    from aenv.config import Settings
+    from aenv.vmm.choice import verdicts
+
+    try:
+        settings = Settings()  # type: ignore[call-arg]  # all fields have defaults
+        kernels = sorted(settings.home.glob("artifacts/kernel-*/vmlinux"))
+        initramfs = sorted(settings.home.glob("artifacts/initramfs-*.cpio"), key=lambda path: path.stat().st_mtime)
+    except (AenvError, OSError, ValueError) as error:
+        yield Finding("Machine", "warning", f"its configuration cannot be read: {error}")
+        return
+    kernel = settings.kernel or (kernels[-1] if kernels else None)
+    if kernel is None or not initramfs:
+        yield Finding("Machine", "warning", f"no node has been set up in {settings.home}",
+                      "That is fine if the server is elsewhere. Else: `aenv-server setup`.")  # fmt: skip
+        return
+
+    def progress(message: str) -> None:
+        output.say(f"  {message}")
+
+    try:
+        found = asyncio.run(verdicts(settings, Path(kernel), initramfs[-1], progress=progress))
+    except (AenvError, OSError) as error:
+        yield Finding("Machine", "bad", str(error))
+        return
+    usable = any(verdict.works for verdict in found)
+    for verdict in found:
+        worst: Literal["warning", "bad"] = "warning" if usable else "bad"
+        name = f"qemu with {verdict.accelerator}"
+        yield Finding("Machine", "good" if verdict.works else worst, f"{name}: {verdict.reason}", verdict.advice)
