@@ -1,5 +1,6 @@
-//! Incremental `multipart/form-data` parser: bytes in, events out, no I/O.
+//! Incremental `multipart/form-data` parser: bytes in, events out, no I/O. Contents are passed on without a copy.
 
+use bytes::{Buf as _, Bytes, BytesMut};
 use memchr::memmem::find;
 
 /// Longest part header section accepted.
@@ -12,7 +13,7 @@ pub enum Event {
         name: String,
         filename: Option<String>,
     },
-    Data(Vec<u8>),
+    Data(Bytes),
     /// The current part is complete.
     PartEnd,
 }
@@ -28,10 +29,52 @@ enum State {
 }
 
 pub struct Parser {
-    /// CR LF `--` boundary.
-    delimiter: Vec<u8>,
-    buf: Vec<u8>,
+    delimiter: Delimiter,
+    /// What cannot be decided without more of the body: an unfinished header, or what may begin a delimiter.
+    rest: Bytes,
     state: State,
+}
+
+/// CR LF `--` boundary, and how to find it.
+///
+/// Horspool's search reads one byte in as many as the delimiter has. Vector instructions, which a search otherwise
+/// uses, are what an emulated processor is slowest at.
+struct Delimiter {
+    text: Vec<u8>,
+    /// By the last byte of a window that does not match: how far the window moves.
+    skip: [u8; 256],
+}
+
+impl Delimiter {
+    fn new(boundary: &str) -> Delimiter {
+        let text = format!("\r\n--{boundary}").into_bytes();
+        let step = |n: usize| u8::try_from(n).unwrap_or(u8::MAX);
+        let last = text.len() - 1;
+        let mut skip = [step(text.len()); 256];
+        for (at, byte) in text[..last].iter().enumerate() {
+            skip[usize::from(*byte)] = step(last - at);
+        }
+        Delimiter { text, skip }
+    }
+
+    fn find(&self, data: &[u8]) -> Option<usize> {
+        let (last, before) = self.text.split_last()?;
+        let mut at = before.len();
+        while let Some(byte) = data.get(at) {
+            let start = at - before.len();
+            if byte == last && data[start..at] == *before {
+                return Some(start);
+            }
+            at += usize::from(self.skip[usize::from(*byte)]);
+        }
+        None
+    }
+
+    /// How many bytes at the end of `data`, which has no delimiter, may be the beginning of one.
+    fn begun(&self, data: &[u8]) -> usize {
+        let longest = data.len().min(self.text.len() - 1);
+        (1..=longest).rev().find(|n| data.ends_with(&self.text[..*n])).unwrap_or(0)
+    }
 }
 
 /// The boundary of a `multipart/form-data` content type.
@@ -88,18 +131,25 @@ fn decode_form(value: &str) -> String {
 impl Parser {
     pub fn new(boundary: &str) -> Parser {
         Parser {
-            delimiter: format!("\r\n--{boundary}").into_bytes(),
+            delimiter: Delimiter::new(boundary),
             // The first boundary has no line before it; pretend it has.
-            buf: b"\r\n".to_vec(),
+            rest: Bytes::from_static(b"\r\n"),
             state: State::Preamble,
         }
     }
 
     /// Takes more of the body and gives what can be told from it.
-    pub fn push(&mut self, data: &[u8]) -> Result<Vec<Event>, String> {
-        self.buf.extend_from_slice(data);
+    pub fn push(&mut self, mut data: Bytes) -> Result<Vec<Event>, String> {
+        if !self.rest.is_empty() {
+            let mut joined = BytesMut::with_capacity(self.rest.len() + data.len());
+            joined.extend_from_slice(&self.rest);
+            joined.extend_from_slice(&data);
+            data = joined.freeze();
+        }
         let mut events = Vec::new();
-        while self.step(&mut events)? {}
+        while self.step(&mut data, &mut events)? {}
+        // A copy: a slice would keep all of the memory that it came in.
+        self.rest = Bytes::copy_from_slice(&data);
         Ok(events)
     }
 
@@ -108,53 +158,51 @@ impl Parser {
         self.state == State::Done
     }
 
-    /// Makes one step; false when more bytes are needed.
-    fn step(&mut self, events: &mut Vec<Event>) -> Result<bool, String> {
+    /// Makes one step, taking from `input` what it decided; false when more bytes are needed.
+    fn step(&mut self, input: &mut Bytes, events: &mut Vec<Event>) -> Result<bool, String> {
         match self.state {
             State::Preamble | State::Data => {
                 let in_part = self.state == State::Data;
-                let found = find(&self.buf, &self.delimiter);
-                // Without a delimiter, keep what may be the beginning of one.
-                let keep = self.delimiter.len() - 1;
-                let ready = found.unwrap_or(self.buf.len().saturating_sub(keep));
-                if in_part && ready > 0 {
-                    events.push(Event::Data(self.buf[..ready].to_vec()));
+                let found = self.delimiter.find(input);
+                let ready = found.unwrap_or_else(|| input.len() - self.delimiter.begun(input));
+                let content = input.split_to(ready);
+                if in_part && !content.is_empty() {
+                    events.push(Event::Data(content));
                 }
                 if found.is_none() {
-                    self.buf.drain(..ready);
                     return Ok(false);
                 }
-                self.buf.drain(..ready + self.delimiter.len());
+                input.advance(self.delimiter.text.len());
                 if in_part {
                     events.push(Event::PartEnd);
                 }
                 self.state = State::Boundary;
             }
             State::Boundary => {
-                if self.buf.starts_with(b"--") {
+                if input.starts_with(b"--") {
                     self.state = State::Done;
                     return Ok(true);
                 }
-                let Some(end) = find(&self.buf, b"\r\n") else {
-                    return too_long(self.buf.len());
+                let Some(end) = find(input, b"\r\n") else {
+                    return too_long(input.len());
                 };
-                if !self.buf[..end].iter().all(|b| matches!(b, b' ' | b'\t')) {
+                if !input[..end].iter().all(|b| matches!(b, b' ' | b'\t')) {
                     return Err("malformed multipart boundary".into());
                 }
                 // Leaves the line end, so that an empty header section also ends with two.
-                self.buf.drain(..end);
+                input.advance(end);
                 self.state = State::Headers;
             }
             State::Headers => {
-                let Some(end) = find(&self.buf, b"\r\n\r\n") else {
-                    return too_long(self.buf.len());
+                let Some(end) = find(input, b"\r\n\r\n") else {
+                    return too_long(input.len());
                 };
-                let text = String::from_utf8_lossy(&self.buf[..end]).into_owned();
-                self.buf.drain(..end + 4);
+                let text = String::from_utf8_lossy(&input[..end]).into_owned();
+                input.advance(end + 4);
                 self.begin(&text, events)?;
             }
             State::Done => {
-                self.buf.clear();
+                input.clear();
                 return Ok(false);
             }
         }
@@ -196,9 +244,11 @@ mod tests {
         let mut parser = Parser::new("B");
         let mut events: Vec<Event> = Vec::new();
         for piece in BODY.chunks(chunk) {
-            for event in parser.push(piece).unwrap() {
+            for event in parser.push(Bytes::copy_from_slice(piece)).unwrap() {
                 match (events.last_mut(), event) {
-                    (Some(Event::Data(all)), Event::Data(more)) => all.extend(more),
+                    (Some(Event::Data(all)), Event::Data(more)) => {
+                        *all = [&all[..], &more[..]].concat().into()
+                    }
                     (_, event) => events.push(event),
                 }
             }
@@ -212,13 +262,30 @@ mod tests {
         let part = |filename: &str| Event::Part { name: "file".into(), filename: Some(filename.into()) };
         let wanted = [
             part("a\";b"),
-            Event::Data(b"one\r\n--".to_vec()),
+            Event::Data(Bytes::from_static(b"one\r\n--")),
             Event::PartEnd,
             part("\"q\""),
             Event::PartEnd,
         ];
         for chunk in 1..=BODY.len() {
             assert_eq!(run(chunk), wanted, "chunks of {chunk}");
+        }
+    }
+
+    #[test]
+    fn delimiters_are_found_wherever_they_are() {
+        for boundary in ["B", "aaab", "--\r\n--", &"long".repeat(100)] {
+            let delimiter = Delimiter::new(boundary);
+            for before in 0..300 {
+                // Of the delimiter's own bytes, so that windows match in part.
+                let own: Vec<u8> = delimiter.text.iter().rev().cycle().take(before).copied().collect();
+                let text = [&own[..], &delimiter.text, b"x"].concat();
+                assert_eq!(delimiter.find(&text), find(&text, &delimiter.text), "{boundary} after {before}");
+                let cut = &text[..before + delimiter.text.len() - 1];
+                if find(cut, &delimiter.text).is_none() {
+                    assert!(delimiter.begun(cut) >= delimiter.text.len() - 1);
+                }
+            }
         }
     }
 
@@ -231,7 +298,8 @@ mod tests {
 
     #[test]
     fn rejects_garbage() {
-        assert!(Parser::new("B").push(b"--Bx\r\n").is_err());
-        assert!(Parser::new("B").push(b"--B\r\nX: y\r\n\r\n").is_err());
+        let push = |body: &'static [u8]| Parser::new("B").push(Bytes::from_static(body));
+        assert!(push(b"--Bx\r\n").is_err());
+        assert!(push(b"--B\r\nX: y\r\n\r\n").is_err());
     }
 }

@@ -7,6 +7,7 @@ use crate::http::{blocking, json, HttpError, Query, Request, Response};
 use crate::multipart::{boundary, Event, Parser};
 use crate::request_body::RequestBody;
 use crate::users::User;
+use bytes::{Bytes, BytesMut};
 use flate2::write::MultiGzDecoder;
 use http_body_util::BodyExt as _;
 use hyper::header::{HeaderMap, CONTENT_ENCODING, CONTENT_TYPE};
@@ -19,6 +20,8 @@ use std::sync::Arc;
 
 /// Received bytes are collected up to this size before they are written on a blocking thread.
 const BUFFER: usize = 512 << 10;
+/// Smaller pieces are copied together: keeping each costs more, and keeps the larger memory it came in.
+const SMALL: usize = 16 << 10;
 /// Limits of metadata (the specification's numbers): one key, and all together with the prefix counted per key.
 const MAX_KEY: usize = 246;
 const MAX_METADATA: usize = 4096;
@@ -90,21 +93,21 @@ impl Source {
     }
 
     /// The next bytes; `None` at the end. May be empty.
-    async fn next(&mut self) -> Result<Option<Vec<u8>>, HttpError> {
+    async fn next(&mut self) -> Result<Option<Bytes>, HttpError> {
         let invalid = |e: io::Error| HttpError::bad(format!("invalid gzip body: {e}"));
         loop {
             let Some(frame) = self.body.frame().await else {
                 let Some(mut gzip) = self.gzip.take() else { return Ok(None) };
                 gzip.try_finish().map_err(invalid)?;
-                return Ok(Some(std::mem::take(gzip.get_mut())));
+                return Ok(Some(std::mem::take(gzip.get_mut()).into()));
             };
             let frame = frame.map_err(|e| HttpError::bad(format!("reading the body: {e}")))?;
             let Ok(data) = frame.into_data() else { continue };
             let Some(gzip) = &mut self.gzip else {
-                return Ok(Some(data.into()));
+                return Ok(Some(data));
             };
             gzip.write_all(&data).map_err(invalid)?;
-            return Ok(Some(std::mem::take(gzip.get_mut())));
+            return Ok(Some(std::mem::take(gzip.get_mut()).into()));
         }
     }
 }
@@ -123,9 +126,41 @@ impl Target {
             path,
             user: self.user.clone(),
             metadata: self.metadata.clone(),
-            buffer: Vec::new(),
+            buffer: Buffer::default(),
             file: None,
         })
+    }
+}
+
+/// Received bytes that wait to be written: large pieces as they came, small ones together.
+#[derive(Default)]
+struct Buffer {
+    pieces: Vec<Bytes>,
+    small: BytesMut,
+    length: usize,
+}
+
+impl Buffer {
+    fn push(&mut self, data: Bytes) {
+        self.length += data.len();
+        if data.len() < SMALL {
+            self.small.extend_from_slice(&data);
+        } else {
+            self.seal();
+            self.pieces.push(data);
+        }
+    }
+
+    fn seal(&mut self) {
+        if !self.small.is_empty() {
+            self.pieces.push(self.small.split().freeze());
+        }
+    }
+
+    fn write(&mut self, file: &mut File) -> io::Result<()> {
+        self.seal();
+        self.length = 0;
+        self.pieces.drain(..).try_for_each(|piece| file.write_all(&piece))
     }
 }
 
@@ -134,15 +169,15 @@ struct Writer {
     path: String,
     user: Arc<User>,
     metadata: Arc<HashMap<String, String>>,
-    buffer: Vec<u8>,
+    buffer: Buffer,
     /// Opened by the first write.
     file: Option<File>,
 }
 
 impl Writer {
-    async fn push(mut self, data: &[u8]) -> Result<Writer, HttpError> {
-        self.buffer.extend_from_slice(data);
-        if self.buffer.len() < BUFFER {
+    async fn push(mut self, data: Bytes) -> Result<Writer, HttpError> {
+        self.buffer.push(data);
+        if self.buffer.length < BUFFER {
             return Ok(self);
         }
         blocking(move || self.flush().map(|()| self)).await?
@@ -170,8 +205,7 @@ impl Writer {
             Some(file) => file,
             None => self.open().map_err(failed)?,
         };
-        file.write_all(&self.buffer).map_err(failed)?;
-        self.buffer.clear();
+        self.buffer.write(&mut file).map_err(failed)?;
         self.file = Some(file);
         Ok(())
     }
@@ -198,7 +232,7 @@ impl Writer {
 
 async fn receive_raw(mut source: Source, mut writer: Writer) -> Result<serde_json::Value, HttpError> {
     while let Some(data) = source.next().await? {
-        writer = writer.push(&data).await?;
+        writer = writer.push(data).await?;
     }
     writer.finish().await
 }
@@ -215,7 +249,7 @@ async fn receive_multipart(
     let mut seen: Vec<String> = Vec::new();
     let mut current: Option<Writer> = None;
     while let Some(data) = source.next().await? {
-        for event in parser.push(&data).map_err(HttpError::bad)? {
+        for event in parser.push(data).map_err(HttpError::bad)? {
             match event {
                 Event::Part { name, filename } => {
                     // Other fields of a form are not ours.
@@ -237,7 +271,7 @@ async fn receive_multipart(
                 }
                 Event::Data(data) => {
                     if let Some(writer) = current.take() {
-                        current = Some(writer.push(&data).await?);
+                        current = Some(writer.push(data).await?);
                     }
                 }
                 Event::PartEnd => {
