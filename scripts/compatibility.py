@@ -25,9 +25,8 @@ NOTES = {
     "network rules by domain": "400. Traffic is filtered by address: use CIDR blocks.",
     "secrets": "Stored with versions and metadata; values never come back. Nothing gives them to sandboxes: rules of "
     "`network` that would are refused.",
-    "volumes": "Created, listed, found and deleted. They have no content and cannot be mounted.",
-    "volume content": "501. Write files into a sandbox instead.",
-    "volume mounts": "501. QEMU's microvm machine has no hot plug, so a restored machine gets no further disks.",
+    "volume mounts": "501. QEMU's microvm machine has no hot plug, so a restored machine gets no further disks. What "
+    "is in a volume is read and written with the SDK's `Volume`.",
 }
 
 RANK = {"works": 0, "differs": 1, "refused": 2, "fails": 3}
@@ -53,6 +52,9 @@ TAIL = """
 - Metrics of the last hour are kept in memory: after a restart of the server they begin anew.
 - Logs are the sandbox's life and its console; what commands print goes to who runs them. Each sandbox keeps its
   latest 2000 entries, and the last 1000 sandboxes that ended keep theirs.
+- The content of volumes is served by the node: set `E2B_VOLUME_API_URL` to its address.
+- A build from a saved snapshot goes on from its files, not from its processes.
+- An `Idempotency-Key` holds as long as the sandbox that it made.
 - Signed file URLs also work where `E2B_SANDBOX_URL` makes them name no sandbox: the signature tells which.
 
 ## Refused

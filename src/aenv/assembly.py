@@ -26,7 +26,12 @@ from aenv.orchestrator.model import SandboxState
 from aenv.orchestrator.node import Node
 from aenv.orchestrator.pool import VmPool
 from aenv.orchestrator.recovery import find_vms, recover
+from aenv.orchestrator.sharing import Sharing, node_name
 from aenv.orchestrator.store import Store
+from aenv.snapshot.opening import open_store
+from aenv.snapshot.shared import SharedRepository
+from aenv.storage.layerd.client import LayerServer, repository_of
+from aenv.storage.layerd.settings import config_of
 from aenv.storage.layout import Layout
 from aenv.template.archives import Archives
 from aenv.template.builder import TemplateBuilder
@@ -131,11 +136,14 @@ async def running_node(settings: Settings, progress: Progress, *, pause_all: boo
             if node is not None:
                 node.machine_died(machine, reason)
 
+        sharing = open_sharing(settings, layout, store)
+        stack.push_async_callback(sharing.close)
         machines = Machines(
-            settings, layout, store, pool, slots, guests, vmm.fingerprint, on_death, artifacts.envd_version
-        )
+            settings, layout, store, pool, slots, guests, sharing.volumes, vmm.fingerprint, on_death,
+            artifacts.envd_version,
+        )  # fmt: skip
         checkpoints = Checkpoints(layout, store, machines, vmm.fingerprint)
-        node = Node(settings, store, machines, checkpoints, capacity)
+        node = Node(settings, store, machines, checkpoints, capacity, sharing.imports)
         logs = LogStore.open(layout.logs)
         stack.callback(logs.close)
         sampler = Sampler(
@@ -147,10 +155,11 @@ async def running_node(settings: Settings, progress: Progress, *, pause_all: boo
         store.sandboxes.on_change = recorder.on_change
         for sandbox in await recover(store, layout, slots, machines, capacity, vms):
             node.expiry.watch(sandbox)
+        await sharing.start(checkpoints.files)
         checkpoints.files.collect_garbage()
         await ensure_base(settings, layout, store, vmm, slots, guests, shape, artifacts, progress)
         templates = template_service(
-            settings, layout, store, vmm, pool, slots, guests, checkpoints, capacity, shape, artifacts
+            settings, layout, store, vmm, pool, slots, guests, sharing, checkpoints, capacity, shape, artifacts
         )
         templates.open()
         pool.start()
@@ -161,6 +170,14 @@ async def running_node(settings: Settings, progress: Progress, *, pause_all: boo
         stack.push_async_callback(_close, node, pause_all)
         stack.push_async_callback(templates.close)
         yield Running(node, store, vmm, pool, machines, sampler, logs, recorder, templates)
+
+
+def open_sharing(settings: Settings, layout: Layout, store: Store) -> Sharing:
+    """Nothing is read or started yet. Raises InvalidRequestError for a repository that cannot be."""
+    place = open_store(settings.repository, settings.home)
+    server = LayerServer(config_of(settings), repository_of(settings.repository, settings.home))
+    name = node_name(layout.node_name)
+    return Sharing(layout, store, SharedRepository(place), server, name, place.describe())
 
 
 async def _close(node: Node, pause_all: bool) -> None:
@@ -201,6 +218,7 @@ def template_service(
     pool: VmPool,
     slots: SlotPool,
     guests: GuestClient,
+    sharing: Sharing,
     checkpoints: Checkpoints,
     capacity: Capacity,
     shape: MachineShape,
@@ -214,6 +232,7 @@ def template_service(
         pool=pool,
         slots=slots,
         guests=guests,
+        volumes=sharing.volumes,
         checkpoints=checkpoints,
         default_shape=shape,
         initramfs_sha256=artifacts.initramfs_sha256,
@@ -224,7 +243,7 @@ def template_service(
     archives = Archives(layout.home / "template-files", (settings.max_upload << 20) * ARCHIVES_KEPT)
     engine = Engine(workshop, Origins(workshop, cache), cache, archives)
     journals = JournalStore(layout.home / "builds")
-    return TemplateService(settings, workshop, engine, cache, capacity, journals, archives)
+    return TemplateService(settings, workshop, engine, cache, capacity, journals, archives, sharing.imports)
 
 
 async def ensure_base(

@@ -52,6 +52,14 @@ class ConflictError(AenvError):
     """The object is in a state that does not allow the operation."""
 
 
+class ReusedKeyError(ConflictError):
+    """An idempotency key names a request, and this is another one."""
+
+
+class UnresponsiveSnapshotError(ConflictError):
+    """The sandbox was paused while its guest agent did not answer; with its memory it would not answer again."""
+
+
 class CapacityError(AenvError):
     """The node has no room left (memory, disk, network slots, sandboxes)."""
 

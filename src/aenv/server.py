@@ -19,6 +19,7 @@ from aenv import __version__
 from aenv.accounts.credentials import Credentials
 from aenv.accounts.database import open_accounts
 from aenv.accounts.secrets import Secrets
+from aenv.accounts.volume_files import VolumeFiles
 from aenv.accounts.volumes import Volumes
 from aenv.api.app import create_app
 from aenv.api.context import Services
@@ -81,7 +82,7 @@ def _services(settings: Settings, running: Running, accounts: sqlite3.Connection
     return Services(
         credentials=Credentials(accounts, key),
         secrets=Secrets(accounts),
-        volumes=Volumes(accounts),
+        volumes=Volumes(accounts, VolumeFiles(settings.home / "volumes", settings.reserve_disk << 20)),
         sampler=running.sampler,
         logs=running.logs,
         recorder=running.recorder,

@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 import sqlite3
+import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -16,6 +17,7 @@ import uvicorn
 from aenv.accounts.credentials import Credentials
 from aenv.accounts.database import prepare
 from aenv.accounts.secrets import Secrets
+from aenv.accounts.volume_files import VolumeFiles
 from aenv.accounts.volumes import Volumes
 from aenv.api.app import Application, create_app
 from aenv.api.context import Services
@@ -240,7 +242,7 @@ def services(key: str) -> Services:
     return Services(
         credentials=Credentials(accounts, key),
         secrets=Secrets(accounts),
-        volumes=Volumes(accounts),
+        volumes=Volumes(accounts, VolumeFiles(Path(tempfile.mkdtemp(prefix="volumes-")), 0)),
         sampler=Sampler(0, lambda: (), lambda _: None),
         logs=logs,
         recorder=Recorder(logs, Path),

@@ -101,10 +101,6 @@ async def test_secrets_have_pages() -> None:
 
 
 async def test_what_is_missing_says_so() -> None:
-    async with api(FakeOrchestrator(), key=None) as stranger:
-        # With a volume's token, which is no key.
-        answer = await stranger.put("/volumecontent/v/file", params={"path": "/f"}, content=b"x")
-        assert (answer.status_code, answer.json()["error_code"]) == (501, "not_supported")
     async with api(FakeOrchestrator()) as client:
         for method, path in (("GET", "/teams/x/metrics"), ("GET", "/teams/x/metrics/max"), ("POST", "/admin/x/y")):
             assert (await client.request(method, path)).status_code == 501

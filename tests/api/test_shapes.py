@@ -103,7 +103,10 @@ async def test_auto_pause_false_is_honoured() -> None:
         ({"templateID": "base", "volumeMounts": [{"name": "v", "path": "/v"}]}, "volumeMounts"),
         ({"templateID": "base", "mcp": {"x": {}}}, "mcp"),
         ({"templateID": "base", "iam": {"tokens": {}}}, "iam"),
-        ({"templateID": "base", "network": {"maskRequestHost": "x"}}, "network.maskRequestHost"),
+        ({"templateID": "base", "network": {"maskRequestHost": "x\r\ny: z"}}, "network.maskRequestHost"),
+        ({"templateID": "base", "network": {"httpsPorts": [8443]}}, "network.httpsPorts"),
+        ({"templateID": "base", "network": {"egressProxy": {"address": "p:1"}}}, "network.egressProxy"),
+        ({"templateID": "base", "network": {"dnsServers": ["1.1.1.1"]}}, "network.dnsServers"),
         ({"templateID": "base", "network": {"rules": {"x": []}}}, "network.rules"),
         ({"templateID": "base", "network": {"allowOut": ["*.example.com"]}}, "network.allowOut"),
         ({"templateID": "base", "network": {"denyOut": ["10.0.0.0/99"]}}, "network.denyOut"),
@@ -238,6 +241,10 @@ async def test_listings() -> None:
         rest = await client.get("/v2/sandboxes", params={"limit": 3, "nextToken": token})
         assert [item["sandboxID"] for item in first.json() + rest.json()] == ids[::-1]
         assert "x-next-token" not in rest.headers
+        assert first.headers["x-total-running"] == rest.headers["x-total-running"] == "4"
+        for parameters, running in (("metadata=n=0", "2"), ("state=running&limit=1", "4"), ("state=paused", None)):
+            counted = await client.get(f"/v2/sandboxes?{parameters}")
+            assert counted.headers.get("x-total-running") == running, parameters
 
         for query in (
             {"limit": 0}, {"limit": 101}, {"limit": "x"}, {"state": "dead"}, {"metadata": "no-equals"},
@@ -394,8 +401,52 @@ async def test_the_openapi_document_describes_what_is_served() -> None:
     async with api(FakeOrchestrator(), key=None) as client:
         document = (await client.get("/openapi.json")).json()
     create_responses = document["paths"]["/sandboxes"]["post"]["responses"]
-    assert set(create_responses) == {"201", "400", "401", "404", "500", "501", "503", "default"}
+    assert set(create_responses) == {"201", "400", "401", "404", "422", "500", "501", "503", "default"}
     assert "HTTPValidationError" not in document["components"]["schemas"]
     assert set(document["components"]["securitySchemes"]) == {"APIKeyHeader", "HTTPBearer"}
     assert document["components"]["schemas"]["Error"]["required"] == ["code", "message"]
     assert "sandboxID" in document["components"]["schemas"]["Sandbox"]["properties"]
+
+
+async def test_pages_of_other_origins_may_call() -> None:
+    asked = {"Origin": "https://page.test", "Access-Control-Request-Method": "POST"}
+    headers = "x-api-key, content-type, e2b-sandbox-id, connect-protocol-version"
+    async with api(FakeOrchestrator(), key=None) as client:
+        allowed = await client.options("/v2/sandboxes", headers=asked | {"Access-Control-Request-Headers": headers})
+        assert allowed.status_code == 200
+        assert allowed.headers["access-control-allow-origin"] == "*"
+        assert {"POST", "PUT", "PATCH", "DELETE"} <= set(allowed.headers["access-control-allow-methods"].split(", "))
+        assert allowed.headers["access-control-allow-headers"] == headers
+        # A refusal can be read by the page as well; a request that no page sent is answered as ever.
+        refused = await client.get("/v2/sandboxes", headers={"Origin": "https://page.test"})
+        assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, "*")
+        assert "access-control-allow-origin" not in (await client.get("/v2/sandboxes")).headers
+    async with api(FakeOrchestrator()) as client:
+        listed = await client.get("/v2/sandboxes", headers={"Origin": "https://page.test"})
+        assert "X-Next-Token" in listed.headers["access-control-expose-headers"]
+        # The guest daemon's answers, but no other server's of a sandbox.
+        to_guest = {"Origin": "https://page.test", "e2b-sandbox-id": "i" + "0" * 19}
+        for port, origin in (("49983", "*"), ("8080", None)):
+            answer = await client.get("/health", headers=to_guest | {"e2b-sandbox-port": port})
+            assert answer.status_code == 502 or answer.status_code == 404
+            assert answer.headers.get("access-control-allow-origin") == origin
+
+
+async def test_extension_parameters() -> None:
+    async with api(FakeOrchestrator()) as client:
+        path = f"/sandboxes/{(await create(client, customExtensionParams={}))['sandboxID']}/custom-extension-params"
+        assert (await client.get(path)).json() == {}
+        patched = await client.patch(path, json={"a": 1})
+        assert (patched.status_code, patched.json()["error_code"]) == (501, "not_supported")
+        for method in ("get", "patch"):
+            missing = await client.request(method, "/sandboxes/nosuchsandbox/custom-extension-params", json={})
+            assert missing.status_code == 404
+        refused = await client.post("/sandboxes", json={"templateID": "base", "customExtensionParams": {"a": 1}})
+        assert refused.status_code == 400 and "customExtensionParams" in refused.json()["message"]
+
+
+async def test_a_null_is_as_if_it_were_left_out() -> None:
+    fake = FakeOrchestrator()
+    async with api(fake) as client:
+        await create(client, network={"allowPublicTraffic": None}, autoPause=None, autoResume=None, iam=None)
+        assert spec(fake).allow_public_traffic

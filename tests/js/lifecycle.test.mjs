@@ -9,8 +9,8 @@ import {
   SandboxError,
   SandboxNotFoundError,
   Secret,
-  Template,
   Volume,
+  VolumePathNotFoundError,
 } from 'e2b'
 import { create, eventually, keep } from './support.mjs'
 
@@ -123,18 +123,6 @@ test('pause without memory: keeps files', async () => {
   assert.equal(await sandbox.files.read('kept'), 'yes')
 })
 
-test('templates: built, found by name, deleted', async () => {
-  const name = `js-${Date.now()}`
-  const steps = Template().fromTemplate('base').runCmd('echo built > /home/user/mark')
-  const built = await Template.build(steps, name)
-  assert.equal(await Template.exists(name), true)
-  const sandbox = keep(await Sandbox.create(name))
-  assert.equal(await sandbox.files.read('mark'), 'built\n')
-  const headers = { 'X-API-Key': process.env.E2B_API_KEY }
-  const gone = await fetch(`${process.env.E2B_API_URL}/templates/${built.templateId}`, { method: 'DELETE', headers })
-  assert.equal(gone.status, 204)
-})
-
 test('kill: once, and then it is gone', async () => {
   const sandbox = await create()
   assert.equal(await sandbox.kill(), true)
@@ -188,7 +176,7 @@ test('secrets (differs): are kept, and not given to sandboxes', async () => {
   assert.equal(await Secret.exists(name), false)
 })
 
-test('volumes (differs): are records without content', async () => {
+test('volumes: are created, found, destroyed', async () => {
   const name = `js-${Date.now()}`
   const volume = await Volume.create(name)
   assert.ok((await Volume.list()).some((found) => found.name === name))
@@ -196,10 +184,20 @@ test('volumes (differs): are records without content', async () => {
   assert.equal(await Volume.destroy(volume.volumeId), true)
 })
 
-test('volume content (refused): says so', async () => {
+test('volume content: written, read, listed, removed', async () => {
   const volume = await Volume.create(`js-${Date.now()}`)
-  const apiUrl = process.env.E2B_API_URL
-  await assert.rejects(volume.writeFile('/f', 'x', { apiUrl }), /no content on this server/)
+  await volume.makeDir('/a/b', { force: true, mode: 0o700 })
+  await volume.writeFile('/a/b/f', 'text', { uid: 1000 })
+  assert.equal(await volume.readFile('/a/b/f'), 'text')
+  const large = new Uint8Array(5_000_000).fill(7)
+  await volume.writeFile('/large', new Blob([large]))
+  assert.deepEqual(await volume.readFile('/large', { format: 'bytes' }), large)
+  const entries = await volume.list('/', { depth: 3 })
+  assert.deepEqual(entries.map((entry) => entry.path), ['/a', '/a/b', '/a/b/f', '/large'])
+  assert.equal((await volume.updateMetadata('/a/b/f', { mode: 0o600 })).uid, 1000)
+  await assert.rejects(volume.readFile('/none'), VolumePathNotFoundError)
+  await volume.remove('/a')
+  assert.equal(await volume.exists('/a/b/f'), false)
   await Volume.destroy(volume.volumeId)
 })
 

@@ -44,6 +44,7 @@ def e2b_environment(node: NodeProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a user sets, and nothing else."""
     monkeypatch.setenv("E2B_API_URL", node.url)
     monkeypatch.setenv("E2B_SANDBOX_URL", node.url)
+    monkeypatch.setenv("E2B_VOLUME_API_URL", node.url)
     monkeypatch.setenv("E2B_API_KEY", node.api_key)
 
 

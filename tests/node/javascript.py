@@ -49,6 +49,7 @@ def environment(node: NodeProcess, **more: str) -> dict[str, str]:
         | {
             "E2B_API_URL": node.url,
             "E2B_SANDBOX_URL": node.url,
+            "E2B_VOLUME_API_URL": node.url,
             "E2B_API_KEY": node.api_key,
             "NO_COLOR": "1",
         }

@@ -1,5 +1,6 @@
 """A real node for tests: its own home, port, addresses and names, so that it runs beside any other node."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -8,7 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -38,6 +39,14 @@ def free_port() -> int:
         return port
 
 
+def commands() -> Iterator[tuple[int, bytes]]:
+    """Pid and command line, as /proc has it, of every process."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                yield int(entry.name), (entry / "cmdline").read_bytes()
+
+
 class NodeProcess:
     """One ``aenv-server`` on a home; can be killed and started again on the same home."""
 
@@ -45,13 +54,15 @@ class NodeProcess:
         # Beside the artefacts: the base image becomes a layer by a hard link.
         self.home = CACHE / "homes" / f"{prefix}-{os.getpid()}"
         self.log = folder / "server.log"
+        self.runtime = folder / "run"
         self.prefix = prefix
+        self.cidr = cidr
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._environment = {
             **{k: v for k, v in os.environ.items() if not k.startswith(("AENV_", "E2B_"))},
             "AENV_HOME": str(self.home),
-            "AENV_RUNTIME": str(folder / "run"),
+            "AENV_RUNTIME": str(self.runtime),
             "AENV_HOST": "127.0.0.1",
             "AENV_PORT": str(self.port),
             "AENV_SLOT_PREFIX": prefix,
@@ -123,18 +134,17 @@ class NodeProcess:
 
     def vm_pids(self) -> list[int]:
         """Processes of VMs of this home, whoever started them."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit():
-                continue
-            try:
-                command = (entry / "cmdline").read_bytes()
-            except OSError:
-                continue
-            program = command.split(b"\0")[0].rpartition(b"/")[2]
-            if program.startswith(b"qemu-system") and str(self.home).encode() in command:
-                found.append(int(entry.name))
-        return found
+        home = str(self.home).encode()
+        return [
+            pid
+            for pid, command in commands()
+            if command.split(b"\0")[0].rpartition(b"/")[2].startswith(b"qemu-system") and home in command
+        ]
+
+    def layer_server_pids(self) -> list[int]:
+        """The layer server that serves this node, and its keeper."""
+        runtime = str(self.runtime).encode()
+        return [pid for pid, command in commands() if b"aenv.storage.layerd" in command and runtime in command]
 
     def namespaces(self) -> list[str]:
         folder = Path("/run/netns")
@@ -148,6 +158,12 @@ class NodeProcess:
         for pid in self.vm_pids():
             os.kill(pid, signal.SIGKILL)
         wait_for(lambda: not self.vm_pids(), "VMs to end")
+        for pid in self.layer_server_pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: not self.layer_server_pids(), "the layer server to end")
+        if (self.runtime / "layers").exists():
+            subprocess.run(["umount", "--lazy", self.runtime / "layers"], check=False, stderr=subprocess.DEVNULL)
         for name in self.namespaces():
             subprocess.run(["ip", "netns", "delete", name], check=False)
         subprocess.run(

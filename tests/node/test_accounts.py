@@ -1,11 +1,22 @@
 """Keys, tokens, secrets and volumes of a real node, across its restart."""
 
+import io
+import os
 import sqlite3
 from pathlib import Path
 
 import httpx
 import pytest
-from e2b import Sandbox, Secret, SecretNotFoundException, Volume, VolumeException, VolumeNotFoundException
+from e2b import (
+    AuthenticationException,
+    Sandbox,
+    Secret,
+    SecretNotFoundException,
+    Volume,
+    VolumeException,
+    VolumeNotFoundException,
+    VolumePathNotFoundException,
+)
 
 from tests.node.conftest import Create
 from tests.node.process import NodeProcess
@@ -70,22 +81,67 @@ def test_secrets_never_come_back(api: httpx.Client, node: NodeProcess) -> None:
         Secret.get_info("sync-secret")
 
 
-@compat("volumes", "differs")
-def test_volumes_are_records(api: httpx.Client) -> None:
+@compat("volumes")
+def test_volumes(api: httpx.Client, node: NodeProcess) -> None:
     volume = Volume.create("sync-volume")
     assert Volume.get_info(volume.volume_id).name == "sync-volume"
     assert api.post("/volumes", json={"name": "sync-volume"}).status_code == 409
+    folder = node.home / "volumes"
+    assert {path.name for path in folder.iterdir()} == {volume.volume_id}
     assert Volume.destroy(volume.volume_id)
+    assert not list(folder.iterdir())
     with pytest.raises(VolumeNotFoundException):
         Volume.get_info(volume.volume_id)
 
 
-@compat("volume content", "refused")
-def test_volume_content_is_refused(node: NodeProcess) -> None:
+@compat("volume content")
+def test_volume_content(node: NodeProcess) -> None:
     volume = Volume.create("sync-content")
-    with pytest.raises(VolumeException, match="no content on this server"):
-        volume.write_file("/f", "x", api_url=node.url)
-    Volume.destroy(volume.volume_id)
+    try:
+        assert volume.write_file("/f", "text ü").size == 7
+        assert volume.read_file("/f") == "text ü"
+        large = os.urandom(9 << 20)
+        volume.make_dir("/a/b/c", force=True, mode=0o750, uid=1000)
+        with pytest.raises(VolumePathNotFoundException):
+            volume.make_dir("/x/y")
+        with pytest.raises(VolumePathNotFoundException):
+            volume.write_file("/x/y", "")
+        written = volume.write_file("/a/b/large", io.BytesIO(large), uid=1000, gid=1001, mode=0o640)
+        assert (written.uid, written.gid, written.mode, written.size) == (1000, 1001, 0o640, len(large))
+        assert volume.read_file("/a/b/large", format="bytes") == large
+        assert b"".join(volume.read_file("/a/b/large", format="stream")) == large
+        assert volume.write_file("/a/b/large", "small").mode == 0o640, "overwriting leaves owner and mode"
+        assert [entry.path for entry in volume.list("/")] == ["/a", "/f"]
+        deep = volume.list("/", depth=9)
+        assert [(entry.path, entry.type.value) for entry in deep] == [
+            ("/a", "directory"),
+            ("/a/b", "directory"),
+            ("/a/b/c", "directory"),
+            ("/a/b/large", "file"),
+            ("/f", "file"),
+        ]
+        assert (deep[2].mode, deep[2].uid) == (0o750, 1000)
+        changed = volume.update_metadata("/f", mode=0o4711, gid=7)
+        assert (changed.mode, changed.gid, volume.get_info("/f").mode) == (0o4711, 7, 0o4711)
+        with pytest.raises(VolumeException, match="not a file"):
+            volume.read_file("/a")
+        for outside in ("/../../api-key", "..", "a/../../x"):
+            with pytest.raises(VolumeException, match="cannot be a path"):
+                volume.read_file(outside)
+        other = Volume.create("sync-other")
+        with pytest.raises(AuthenticationException):
+            volume.read_file("/f", token=other.token)
+        Volume.destroy(other.volume_id)
+        # What was answered is durable, also when the server dies at once.
+        node.kill9()
+        node.start()
+        assert Volume.connect(volume.volume_id).read_file("/a/b/large") == "small"
+        volume.remove("/a")
+        assert not volume.exists("/a/b") and volume.exists("/f")
+        with pytest.raises(VolumePathNotFoundException):
+            volume.remove("/a")
+    finally:
+        Volume.destroy(volume.volume_id)
 
 
 def test_accounts_and_logs_survive_kill_9(tmp_path: Path) -> None:

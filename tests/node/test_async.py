@@ -273,12 +273,30 @@ async def test_secrets(node: NodeProcess) -> None:
     assert not await AsyncSecret.exists("async-secret")
 
 
-@compat("volumes", "differs")
+@compat("volumes")
 async def test_volumes(node: NodeProcess) -> None:
     volume = await AsyncVolume.create("async-volume")
     assert "async-volume" in [found.name for found in await AsyncVolume.list()]
     assert (await AsyncVolume.get_info(volume.volume_id)).name == "async-volume"
     assert await AsyncVolume.destroy(volume.volume_id)
+
+
+@compat("volume content")
+async def test_volume_content(node: NodeProcess) -> None:
+    volume = await AsyncVolume.create("async-content")
+    try:
+        large = b"abc" * 2_000_000
+        await volume.make_dir("/dir", mode=0o700)
+        await volume.write_file("/dir/large", large)
+        assert await volume.read_file("/dir/large", format="bytes") == large
+        stream = await volume.read_file("/dir/large", format="stream")
+        assert b"".join([chunk async for chunk in stream]) == large
+        assert [entry.name for entry in await volume.list("/", depth=2)] == ["dir", "large"]
+        assert (await volume.update_metadata("/dir/large", uid=1000)).uid == 1000
+        await volume.remove("/dir")
+        assert not await volume.exists("/dir/large")
+    finally:
+        await AsyncVolume.destroy(volume.volume_id)
 
 
 @compat("volume mounts", "refused")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from e2b import Sandbox, SandboxException
+from e2b import GuestUnresponsiveException, Sandbox, SandboxException
 from e2b.exceptions import ServiceBusyException
 
 from tests.node.conftest import Create
@@ -153,16 +153,35 @@ fcntl.ioctl(socket.socket(socket.AF_INET, socket.SOCK_DGRAM), 0x8914, struct.pac
 """
 
 
+def _answers(sandbox: Sandbox) -> bool:
+    try:
+        return sandbox.commands.run("echo yes", request_timeout=3, timeout=3).stdout == "yes\n"
+    except (SandboxException, httpx.HTTPError):
+        return False
+
+
 def test_a_guest_that_does_not_answer_is_not_paused_carelessly(create: Create) -> None:
     sandbox = create()
     sandbox.files.write("unplug.py", UNPLUG)
     sandbox.commands.run("sudo python3 unplug.py", background=True, timeout=0)
-    time.sleep(3)
+    wait_for(lambda: not _answers(sandbox), "the guest to fall silent")
     for options in ({"mode": "filesystem"}, {"strict": True}):
         with pytest.raises(ServiceBusyException, match="does not answer"):
             sandbox.pause(retries=0, **options)
         assert sandbox.get_info().state == "running"
     assert sandbox.pause(), "with its memory it can be paused all the same"
+    # That memory would bring the silent agent back.
+    info = sandbox.get_info()
+    assert info.envd_unresponsive_at_pause
+    for attempt in (sandbox.connect, lambda: Sandbox.connect(sandbox.sandbox_id), lambda: sandbox.fork(count=1)):
+        with pytest.raises(GuestUnresponsiveException, match="did not answer"):
+            attempt()
+    sandbox.connect(on_resume="reboot")
+    assert sandbox.files.read("unplug.py") == UNPLUG
+    assert not sandbox.get_info().envd_unresponsive_at_pause
+    assert sandbox.pause() and sandbox.get_info().envd_unresponsive_at_pause is None
+    sandbox.connect()
+    assert sandbox.commands.run("echo again").stdout == "again\n"
 
 
 def test_death_during_a_pause_without_memory_and_during_a_boot(create: Create, node: NodeProcess) -> None:

@@ -211,6 +211,35 @@ def test_a_port_of_a_sandbox_is_reached(create: Create, node: NodeProcess) -> No
     wait_for(lambda: httpx.get(node.url, headers={"Host": host}).status_code == 200, "the server in the sandbox")
 
 
+ECHO_HOST = """
+import http.server
+
+class Echo(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(f"{self.headers['Host']} {self.headers['X-Forwarded-Host']}".encode())
+
+http.server.HTTPServer(("", 8080), Echo).serve_forever()
+"""
+
+
+@compat("host mask")
+def test_servers_see_the_host_that_was_chosen(create: Create, node: NodeProcess) -> None:
+    sandbox = create(network={"mask_request_host": "localhost:${PORT}"})
+    sandbox.files.write("echo.py", ECHO_HOST)
+    sandbox.commands.run("python3 echo.py", background=True, timeout=0)
+    network = sandbox.get_info().network
+    assert network is not None and network["mask_request_host"] == "localhost:${PORT}"
+    host = f"8080-{sandbox.sandbox_id}.localhost"
+    wait_for(lambda: httpx.get(node.url, headers={"Host": host}).status_code == 200, "the server in the sandbox")
+    assert httpx.get(node.url, headers={"Host": host}).text == f"localhost:8080 {host}"
+    (child,) = sandbox.fork(count=1)
+    assert isinstance(child, Sandbox)
+    host = f"8080-{child.sandbox_id}.localhost"
+    assert httpx.get(node.url, headers={"Host": host}).text == f"localhost:8080 {host}"
+
+
 @compat("kill")
 def test_kill(create: Create) -> None:
     sandbox = create()

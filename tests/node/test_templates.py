@@ -1,14 +1,10 @@
 """Templates built by the official SDK on a real node: steps, cache, start commands, tags, failures, crashes."""
 
 import asyncio
-import base64
 import hashlib
 import json
 import os
-import re
-import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +29,7 @@ from e2b.template.main import TemplateBuilder, TemplateFinal
 from e2b.template.types import BuildInfo, TemplateBuildStatusResponse
 
 from tests.image import registries
-from tests.image.writer import Image, archive, folder, member, push
+from tests.node import images
 from tests.node.conftest import Create
 from tests.node.process import NodeProcess, wait_for
 
@@ -304,6 +300,25 @@ def test_other_sizes(build: Build, create: Create) -> None:
             build(base(), "wrong", **wrong)
 
 
+def test_the_disk_grows_for_the_space_that_is_asked_for(build: Build, create: Create) -> None:
+    free = "df -Pk / | awk 'NR == 2 { print int($4 / 1024) }'"
+    template = base().run_cmd("head -c 30000000 /dev/urandom > big; sha256sum big > sum")
+    logs = build(template, "roomy", min_free_disk_mb=9000)
+    assert any("the disk has grown to" in line for line in logs), logs
+    sandbox = create("roomy")
+    assert int(sandbox.commands.run(free).stdout) >= 8900
+    # Beyond the size that it had, also after the memory is gone, and in what is built on it.
+    sandbox.commands.run("dd if=/dev/zero of=sparse bs=1M seek=6000 count=1; fallocate -l 5G much")
+    sandbox.pause(keep_memory=False)
+    sandbox.connect()
+    assert sandbox.commands.run("sha256sum -c sum; stat -c %s much").stdout == f"big: OK\n{5 << 30}\n"
+    again = build(Template().from_template("roomy").run_cmd(free), "roomier", memory_mb=640, min_free_disk_mb=100)
+    assert any("MiB of disk are free" in line for line in again), "it never shrinks"
+    assert int(create("roomier").commands.run(free).stdout) >= 8900
+    with pytest.raises(BuildException, match="minFreeDiskMb"):
+        build(template, "roomy", min_free_disk_mb=-1)
+
+
 def test_tags(build: Build, create: Create, api: httpx.Client) -> None:
     build(base().run_cmd("echo 1 > v"), "tagged:v1")
     with pytest.raises(SandboxException, match="no tag 'default'"):
@@ -459,48 +474,18 @@ def test_a_build_whose_machine_dies_fails(node: NodeProcess, create: Create) -> 
     assert create().commands.run("echo fine").stdout == "fine\n"
 
 
-# A distribution of its own, without bash, from this machine's programs.
-PROGRAMS = (
-    "sh", "ls", "cat", "mkdir", "chmod", "chown", "cp", "mv", "rm", "ln", "head", "od", "tr", "tar", "gzip", "awk",
-    "dirname", "basename", "env", "id", "sync", "sleep", "echo", "printf", "grep", "timeout", "stat", "wc", "touch",
-    "true",
-)  # fmt: skip
-
-
-def _image(env: list[str], **config: object) -> Image:
-    """An OCI image with PROGRAMS and the libraries that they need."""
-    wanted: dict[str, bytes] = {}
-    for program in PROGRAMS:
-        path = shutil.which(program)
-        assert path is not None
-        wanted[f"bin/{program}"] = Path(path).resolve().read_bytes()
-        listed = subprocess.run(["ldd", Path(path).resolve()], capture_output=True, text=True).stdout
-        for library in re.findall(r"(/\S+)", listed):
-            wanted[library.lstrip("/").removeprefix("usr/")] = Path(library).resolve().read_bytes()
-    folders = sorted({str(parent) for name in wanted for parent in Path(name).parents if str(parent) != "."})
-    layer = archive(
-        [*(folder(name) for name in [*folders, "app"]), *(member(n, d, mode=0o755) for n, d in wanted.items())]
-    )
-    return Image([layer], {"Env": env, **config})
-
-
 @pytest.fixture
 def registry_host(node: NodeProcess, tmp_path: Path) -> Iterator[str]:
-    """A registry that the node may reach without TLS, with basic authentication."""
-    if registries.PROGRAM is None:
-        pytest.skip("docker-registry is not installed")
-    with registries.running(tmp_path, auth=registries.basic_auth(tmp_path)) as registry:
-        token = base64.b64encode(f"{registries.USER}:{registries.PASSWORD}".encode()).decode()
-        image = _image(["PATH=/tools:/bin", "FROM_IMAGE=yes"], WorkingDir="/app")
-        push(registry.base, "team/tiny", "1", [image], headers={"Authorization": f"Basic {token}"})
-        node.restart(registries=json.dumps({registry.host: {"plain_http": True}}))
-        yield registry.host
+    with images.private_registry(node, tmp_path) as host:
+        if host is None:
+            pytest.skip("docker-registry is not installed")
+        yield host
 
 
 def test_from_an_image_of_a_private_registry(
     build: Build, create: Create, context: Path, registry_host: str, node: NodeProcess
 ) -> None:
-    image = f"{registry_host}/team/tiny:1"
+    image = f"{registry_host}/{images.NAME}"
     with pytest.raises(BuildException, match=r"credentials|unauthorized|refuses|401"):
         build(Template().from_image(image), "tiny")
     template = (

@@ -11,6 +11,7 @@ from aenv.errors import CapacityError, SandboxUnreachableError
 from aenv.orchestrator.capacity import Capacity
 from aenv.orchestrator.model import SandboxSpec, SandboxState
 from aenv.orchestrator.node import Node
+from aenv.orchestrator.saved import SavedSnapshots
 from aenv.orchestrator.store import Store
 from aenv.server import load_settings
 from tests.orchestrator.samples import layer, memory, sandbox, snapshot, template
@@ -32,7 +33,13 @@ def node(store: Store, home: Path) -> tuple[Node, Capacity]:
     settings = load_settings(home=home, reserve_disk=0, reserve_memory=0)
     capacity = Capacity(settings)
     machines: Any = SimpleNamespace(get=lambda _: None)
-    return Node(settings, store, machines, cast("Any", None), capacity), capacity
+    saved = SavedSnapshots(store)
+
+    async def origin(name: str) -> object:
+        return saved.origin(name)
+
+    imports: Any = SimpleNamespace(origin=origin, others=list)
+    return Node(settings, store, machines, cast("Any", None), capacity, imports), capacity
 
 
 async def test_a_sandbox_that_cannot_be_recorded_gives_its_place_back(

@@ -1,9 +1,10 @@
-"""Volumes as records: a name, an id and the token for the volume's content."""
+"""Volumes: a name, an id, and the token for the volume's content, which is in ``volume_files``."""
 
 import secrets
 import sqlite3
 from dataclasses import dataclass
 
+from aenv.accounts.volume_files import VolumeFiles
 from aenv.errors import ConflictError, NotFoundError
 
 
@@ -20,18 +21,24 @@ class Volume:
 
 
 class Volumes:
-    def __init__(self, database: sqlite3.Connection) -> None:
+    """The records. A folder is made before its record and removed after it, so what has no record is debris."""
+
+    def __init__(self, database: sqlite3.Connection, files: VolumeFiles) -> None:
         self._database = database
+        self.files = files
+        files.prepare({volume.id for volume in self.list()})
 
     def create(self, name: str) -> Volume:
         """Raises ConflictError when the name is taken."""
         made = Volume("vol" + secrets.token_hex(10), name, secrets.token_urlsafe(32))
+        self.files.create(made.id)
         try:
             self._database.execute(
                 "INSERT INTO volumes VALUES (?, ?, ?, strftime('%Y-%m-%dT%H:%M:%fZ'))",
                 (made.id, made.name, made.token),
             )
         except sqlite3.IntegrityError:
+            self.files.destroy(made.id)
             raise ConflictError(f"A volume named {name!r} exists.", "Use it, or delete it first.") from None
         return made
 
@@ -48,6 +55,6 @@ class Volumes:
         return [Volume(*row) for row in rows]
 
     def delete(self, volume_id: str) -> None:
-        """Raises VolumeNotFoundError."""
+        """The record. ``files.destroy`` is left to the caller, as it may take a while. Raises VolumeNotFoundError."""
         if not self._database.execute("DELETE FROM volumes WHERE id = ?", (volume_id,)).rowcount:
             raise VolumeNotFoundError(volume_id)

@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
 
 from fastapi import Depends, FastAPI
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from aenv.api import (
@@ -21,8 +22,10 @@ from aenv.api import (
     template_tags,
     templates,
     unsupported,
+    volume_content,
     volumes,
 )
+from aenv.api.browsers import OPEN, Forwarded, cors, from_browser
 from aenv.api.context import Context, Services
 from aenv.api.limits import BodyLimit
 from aenv.api.template_uploads import PREFIX as UPLOADS_PREFIX
@@ -30,6 +33,7 @@ from aenv.api.template_uploads import UploadLinks, Uploads
 from aenv.config import Settings
 from aenv.orchestrator.interface import Orchestrator
 from aenv.proxy.app import SandboxProxy
+from aenv.proxy.routing import ENVD_PORT, Target
 from aenv.template.service import TemplateService
 
 
@@ -39,6 +43,7 @@ class Application:
     def __init__(self, api: FastAPI, proxy: SandboxProxy) -> None:
         self.api = api
         self.proxy = proxy
+        self._browser_proxy = cors(Forwarded(proxy))
         self._uploads: ASGIApp | None = None
 
     def serve_templates(self, service: TemplateService, settings: Settings) -> None:
@@ -56,7 +61,10 @@ class Application:
             if target is None and scope["type"] == "http":
                 target = await self.proxy.match_signed(scope)
             if target is not None:
-                await self.proxy(target, scope, receive, send)
+                if from_browser(scope) and isinstance(target, Target) and target.port == ENVD_PORT:
+                    await self._browser_proxy(Forwarded.scope(scope, target), receive, send)
+                else:
+                    await self.proxy(target, scope, receive, send)
                 return
             if scope["type"] == "websocket":
                 await send({"type": "websocket.close"})  # the API has none: 403 before the handshake
@@ -108,11 +116,14 @@ def create_app(
         volumes,
     ):
         api.include_router(module.router, dependencies=keyed)
+    api.include_router(volume_content.router)
     api.include_router(health.router)
-    # The last added runs first: the key is checked, then the size, and the boundary is nearest to the routes.
+    # The last added runs first: browsers' questions before a request are answered, then the key is checked, then the
+    # size, and the boundary is nearest to the routes.
     errors.install(api)
     api.add_middleware(BodyLimit)
     api.add_middleware(auth.ApiKeyGate, api_key_valid=api_key_valid)
+    api.add_middleware(CORSMiddleware, **OPEN)
     return Application(api, proxy)
 
 

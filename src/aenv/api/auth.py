@@ -12,11 +12,9 @@ from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBea
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from aenv.api.errors import Error, respond
-from aenv.api.unsupported import CONTENT_PREFIX
 
 OPEN_PATHS = frozenset({"/health", "/openapi.json"})
-# Asked with a volume's own token, and refused whatever it is: the answer must say that, not that the token is wrong.
-OPEN_PREFIX = CONTENT_PREFIX
+VOLUME_CONTENT = "/volumecontent/"  # asked with a volume's own token, which ``volume_content`` checks
 
 
 class ApiKeyGate:
@@ -44,7 +42,7 @@ class ApiKeyGate:
 
 
 def _open(path: str) -> bool:
-    return path in OPEN_PATHS or path.startswith(OPEN_PREFIX)
+    return path in OPEN_PATHS or path.startswith(VOLUME_CONTENT)
 
 
 def presented(headers: Iterable[tuple[bytes, bytes]]) -> list[str]:

@@ -3,8 +3,9 @@
 from datetime import datetime
 from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StrictInt, StringConstraints
 
+from aenv.accounts.volume_files import MAX_ID
 from aenv.api.schemas import Text, _Model
 
 Label = Annotated[str, StringConstraints(strict=True, min_length=1, max_length=256)]
@@ -104,6 +105,8 @@ class DiskMetrics(_Model):
 class NodeMetrics(_Model):
     allocated_cpu: int = Field(serialization_alias="allocatedCPU")
     allocated_memory_bytes: int
+    paused_allocated_cpu: int = Field(serialization_alias="pausedAllocatedCPU")
+    paused_allocated_memory_bytes: int
     cpu_percent: int
     cpu_count: int
     memory_used_bytes: int
@@ -139,6 +142,12 @@ class Node(_Model):
     machine_info: MachineInfo
 
 
+class NodeDetail(Node):
+    cached_builds: list[str] = Field(
+        description="Ids of builds that sandboxes can be started from without a download"
+    )
+
+
 SecretValue = Annotated[str, StringConstraints(strict=True, min_length=1, max_length=64 * 1024)]
 SecretMetadata = Annotated[dict[Text, Text], Field(max_length=32)]
 
@@ -172,6 +181,30 @@ class NewVolume(_Model):
 class Volume(_Model):
     volume_id: str
     name: str
+
+
+class VolumeEntry(_Model):
+    """A file or folder of a volume; sizes are bytes, ``mode`` is the permissions."""
+
+    name: str
+    type: Literal["file", "directory", "symlink", "unknown"]
+    path: str
+    size: int
+    mode: int
+    uid: int
+    gid: int
+    atime: datetime
+    mtime: datetime
+    ctime: datetime
+    target: str | None = Field(None, description="Where a symbolic link leads")
+
+
+class VolumeMetadata(_Model):
+    """What is left out stays as it is."""
+
+    uid: Annotated[StrictInt, Field(ge=0, le=MAX_ID)] | None = None
+    gid: Annotated[StrictInt, Field(ge=0, le=MAX_ID)] | None = None
+    mode: Annotated[StrictInt, Field(ge=0, le=0o7777)] | None = None
 
 
 class VolumeAndToken(Volume):

@@ -60,6 +60,7 @@ _DESCRIPTIONS = {
     401: "Authentication error",
     404: "Not found",
     409: "Conflict",
+    422: "The Idempotency-Key belongs to another request",
     500: "Server error",
     501: "A part of E2B's API that this server does not have",
     503: "No capacity; may be repeated after Retry-After seconds",

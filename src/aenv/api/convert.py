@@ -1,5 +1,6 @@
 """Between E2B's bodies and the orchestrator's values. Pure."""
 
+import re
 from ipaddress import ip_network
 from typing import Any
 
@@ -9,7 +10,9 @@ from aenv.config import Settings
 from aenv.errors import InvalidRequestError
 from aenv.orchestrator import catalog
 from aenv.orchestrator.model import Egress, Sandbox, SandboxSpec, SandboxState, SavedSnapshot
+from aenv.proxy.masking import PORT
 
+_HOST = re.compile(r"[A-Za-z0-9._-]{1,253}(:[0-9]{1,5})?|\[[0-9a-fA-F:.]{2,45}\](:[0-9]{1,5})?")
 CLIENT_ID = "aenv"  # deprecated by E2B; old SDKs append it to the sandbox id
 MAX_REFRESH = 3600  # seconds, from E2B's specification
 
@@ -22,7 +25,14 @@ def seconds(value: int, settings: Settings, *, field: str = "timeout", limit: in
     return value
 
 
-def spec(body: schemas.NewSandbox, settings: Settings, *, default_timeout: int, always_secure: bool) -> SandboxSpec:
+def spec(
+    body: schemas.NewSandbox,
+    settings: Settings,
+    *,
+    default_timeout: int,
+    always_secure: bool,
+    idempotency_key: str | None = None,
+) -> SandboxSpec:
     """What to create. Raises InvalidRequestError, UnsupportedError."""
     for name, value in (
         ("mcp", body.mcp),
@@ -64,7 +74,9 @@ def spec(body: schemas.NewSandbox, settings: Settings, *, default_timeout: int, 
             allow_out=_destinations(network.allow_out, "network.allowOut"),
             deny_out=_destinations(network.deny_out, "network.denyOut"),
         ),
-        allow_public_traffic=network.allow_public_traffic,
+        allow_public_traffic=network.allow_public_traffic is not False,
+        host_mask=_host_mask(network.mask_request_host),
+        idempotency_key=idempotency_key,
     )
 
 
@@ -82,6 +94,14 @@ def _refuse_others(extra: dict[str, Any] | None, prefix: str) -> None:
     for name, value in (extra or {}).items():
         if value not in (None, [], {}):
             raise UnsupportedError(f"{prefix}{name} is not supported by this server.", "Leave it out.")
+
+
+def _host_mask(text: str | None) -> str | None:
+    if text and not _HOST.fullmatch(text.replace(PORT, "0")):
+        raise InvalidRequestError(
+            f"network.maskRequestHost: {text[:200]!r} cannot be a Host header.", f"Use one such as localhost:{PORT}."
+        )
+    return text or None
 
 
 def _check_env(variables: dict[str, str]) -> None:
@@ -130,6 +150,8 @@ def listed(value: Sandbox) -> schemas.ListedSandbox:
         metadata=dict(value.metadata),
         state=_state(value),
         envd_version=value.envd_version,
+        parent_id=value.parent_id,
+        envd_unresponsive_at_pause=True if _pause_mode(value) == "full" and value.agent_silent else None,
     )
 
 
@@ -143,6 +165,7 @@ def detail(value: Sandbox, settings: Settings) -> schemas.SandboxDetail:
             allow_public_traffic=value.traffic_access_token is None,
             allow_out=list(value.egress.allow_out) or None,
             deny_out=list(value.egress.deny_out) or None,
+            mask_request_host=value.host_mask,
         ),
         lifecycle=schemas.Lifecycle(
             auto_resume=value.auto_resume, on_timeout="pause" if value.auto_pause else "kill"

@@ -21,8 +21,10 @@ from aenv.errors import (
     IncompatibleSnapshotError,
     InvalidRequestError,
     NotFoundError,
+    ReusedKeyError,
     SandboxStartError,
     SandboxUnreachableError,
+    UnresponsiveSnapshotError,
     VmmError,
 )
 
@@ -37,6 +39,10 @@ class MissingFeatureError(UnsupportedError):
     """A whole feature that this server does not have, rather than one value of a call that it serves."""
 
 
+class UnauthorizedError(AenvError):
+    """The token that was shown does not open what is asked for."""
+
+
 class Error(BaseModel):
     """E2B's error body. ``code`` repeats the HTTP status; ``error_code`` is for programs."""
 
@@ -45,13 +51,17 @@ class Error(BaseModel):
     error_code: str | None = None
 
 
-# Most specific first: (type, status, error_code). ``sandbox_capacity_unavailable``, ``sandbox_create_failed`` and
-# ``internal_server_error`` are E2B's; it calls the set open.
+# Most specific first: (type, status, error_code). Of E2B are ``sandbox_capacity_unavailable``,
+# ``sandbox_create_failed``, ``sandbox_snapshot_guest_agent_unresponsive`` and ``internal_server_error``; it calls the
+# set open.
 _TABLE: tuple[tuple[type[AenvError], int, str | None], ...] = (
+    (UnauthorizedError, 401, None),
     (MissingFeatureError, 501, "not_supported"),
     (UnsupportedError, 400, "not_supported"),
     (InvalidRequestError, 400, None),
     (NotFoundError, 404, None),
+    (ReusedKeyError, 422, "idempotency_key_reused"),
+    (UnresponsiveSnapshotError, 409, "sandbox_snapshot_guest_agent_unresponsive"),
     (ConflictError, 409, None),
     (IncompatibleSnapshotError, 409, "snapshot_incompatible"),
     (CapacityError, 503, "sandbox_capacity_unavailable"),

@@ -1,9 +1,10 @@
-"""How much of a request body the API is willing to read. The proxy has no such limit."""
+"""How much of a request body the API is willing to read. The proxy has no such limit, nor have files of volumes."""
 
 from contextlib import suppress
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from aenv.api.auth import VOLUME_CONTENT
 from aenv.api.errors import Error, respond
 
 MAX_BODY = 4 * 1024 * 1024  # bytes
@@ -20,7 +21,7 @@ class BodyLimit:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] != "http" or (scope["method"] == "PUT" and scope["path"].startswith(VOLUME_CONTENT)):
             await self._app(scope, receive, send)
             return
         announced = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")

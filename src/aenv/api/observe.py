@@ -143,11 +143,13 @@ async def node(
     context: Ctx,
     node_id: Annotated[str, Path(alias="nodeID")],
     cluster: ClusterId = None,
-) -> bodies.Node:
+) -> bodies.NodeDetail:
     found = await nodes(context, cluster)
     if not found or found[0].id != node_id:
         raise NotFoundError(f"Node {node_id[:64]!r} not found.")
-    return found[0]
+    builds = {tagged.build_id for t in await context.orchestrator.templates() for tagged in t.tags.values()}
+    builds |= {t.build_id for t in await context.orchestrator.templates()}
+    return bodies.NodeDetail(**dict(found[0]), cached_builds=sorted(builds))
 
 
 @router.post("/nodes/{nodeID}", tags=["admin"], status_code=204, responses=errors(400, 404, 501))
@@ -160,13 +162,14 @@ async def change_node(node_id: Annotated[str, Path(alias="nodeID")], context: Ct
 async def _node(context: Context) -> bodies.Node:
     orchestrator, services = context.orchestrator, context.services
     count, vcpus, memory = 0, 0, 0
-    paused = 0
+    paused, paused_vcpus, paused_memory = 0, 0, 0
     token = None
     while True:
         page = await orchestrator.list(SandboxFilter(), 100, token)
         for sandbox in page.items:
             if sandbox.state.public == "paused":
-                paused += 1
+                paused, paused_vcpus = paused + 1, paused_vcpus + sandbox.vcpus
+                paused_memory += sandbox.memory_mib
                 continue
             count, vcpus, memory = count + 1, vcpus + sandbox.vcpus, memory + sandbox.memory_mib
         token = page.next_token
@@ -189,6 +192,8 @@ async def _node(context: Context) -> bodies.Node:
         metrics=bodies.NodeMetrics(
             allocated_cpu=vcpus,
             allocated_memory_bytes=memory << 20,
+            paused_allocated_cpu=paused_vcpus,
+            paused_allocated_memory_bytes=paused_memory << 20,
             cpu_percent=host.cpu_percent,
             cpu_count=host.cpu_count,
             memory_used_bytes=host.memory_used,

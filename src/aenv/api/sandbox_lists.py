@@ -49,7 +49,10 @@ async def list_page(
     limit: Annotated[int, Query(ge=1, le=_PAGE)] = _PAGE,
     next_token: Annotated[str | None, Query(alias="nextToken")] = None,
 ) -> list[schemas.ListedSandbox]:
-    """Sandboxes, newest first, running and paused by default. The ``x-next-token`` header leads to the next page."""
+    """Sandboxes, newest first, running and paused by default.
+
+    The ``x-next-token`` header leads to the next page; ``x-total-running`` counts running ones on all pages.
+    """
     if started_after is not None and started_after.tzinfo is None:
         raise InvalidRequestError("startedAfter: needs a time zone, such as 2026-01-31T12:00:00Z.")
     where = SandboxFilter(
@@ -62,4 +65,6 @@ async def list_page(
     page = await context.orchestrator.list(where, limit, next_token or None)
     if page.next_token is not None:
         response.headers["x-next-token"] = page.next_token
+    if not where.states or "running" in where.states:
+        response.headers["x-total-running"] = str(page.running)
     return [convert.listed(item) for item in page.items]

@@ -1,12 +1,14 @@
 """Sandbox endpoints: creation, single sandboxes, lifecycle."""
 
-from fastapi import APIRouter, Response
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Response
 
 from aenv.api import convert, schemas
 from aenv.api.context import Context, Ctx, SandboxId, errors
-from aenv.api.errors import describe
+from aenv.api.errors import MissingFeatureError, describe
 from aenv.errors import InvalidRequestError
-from aenv.orchestrator.model import ForkOutcome
+from aenv.orchestrator.model import ForkOutcome, SandboxSpec
 
 router = APIRouter(tags=["sandboxes"])
 
@@ -14,22 +16,38 @@ _V1_TIMEOUT = 15  # seconds, E2B's defaults
 _V2_TIMEOUT = 300
 
 
-@router.post("/sandboxes", status_code=201, response_model_exclude_none=True, responses=errors(400, 404, 501, 503))
-async def create(body: schemas.NewSandbox, context: Ctx, response: Response) -> schemas.Sandbox:
-    """Create a sandbox from a template or a snapshot. Its time over, it pauses, unless ``autoPause`` is false."""
-    return await _create(body, context, response, default_timeout=_V1_TIMEOUT, always_secure=False)
+IdempotencyKey = Annotated[
+    str | None,
+    Header(
+        alias="Idempotency-Key",
+        min_length=1,
+        max_length=255,
+        pattern="^[a-z0-9-]+$",
+        description="Repeated under the same key, a request returns the sandbox that it made, while that exists",
+    ),
+]
+_CREATE_ERRORS = errors(400, 404, 422, 501, 503)
 
 
-@router.post("/v2/sandboxes", status_code=201, response_model_exclude_none=True, responses=errors(400, 404, 501, 503))
-async def create_v2(body: schemas.NewSandbox, context: Ctx, response: Response) -> schemas.Sandbox:
-    """As POST /sandboxes; envd always asks for the access token, and the default time to live is 300 s."""
-    return await _create(body, context, response, default_timeout=_V2_TIMEOUT, always_secure=True)
-
-
-async def _create(
-    body: schemas.NewSandbox, context: Context, response: Response, *, default_timeout: int, always_secure: bool
+@router.post("/sandboxes", status_code=201, response_model_exclude_none=True, responses=_CREATE_ERRORS)
+async def create(
+    body: schemas.NewSandbox, context: Ctx, response: Response, key: IdempotencyKey = None
 ) -> schemas.Sandbox:
-    spec = convert.spec(body, context.settings, default_timeout=default_timeout, always_secure=always_secure)
+    """Create a sandbox from a template or a snapshot. Its time over, it pauses, unless ``autoPause`` is false."""
+    spec = convert.spec(body, context.settings, default_timeout=_V1_TIMEOUT, always_secure=False, idempotency_key=key)
+    return await _create(spec, context, response)
+
+
+@router.post("/v2/sandboxes", status_code=201, response_model_exclude_none=True, responses=_CREATE_ERRORS)
+async def create_v2(
+    body: schemas.NewSandbox, context: Ctx, response: Response, key: IdempotencyKey = None
+) -> schemas.Sandbox:
+    """As POST /sandboxes; envd always asks for the access token, and the default time to live is 300 s."""
+    spec = convert.spec(body, context.settings, default_timeout=_V2_TIMEOUT, always_secure=True, idempotency_key=key)
+    return await _create(spec, context, response)
+
+
+async def _create(spec: SandboxSpec, context: Context, response: Response) -> schemas.Sandbox:
     created = await context.orchestrator.create(spec)
     response.headers["x-agentenv-sandbox-id"] = created.id
     return convert.sandbox(created, context.settings)
@@ -73,7 +91,7 @@ async def resume(sandbox_id: SandboxId, context: Ctx, body: schemas.ResumeReques
     response_model_exclude_none=True,
     responses={
         201: {"model": schemas.Sandbox, "description": "It was paused and is resumed"},
-        **errors(400, 404, 503),
+        **errors(400, 404, 409, 503),
     },
 )
 async def connect(
@@ -91,7 +109,7 @@ async def connect(
     response_model_exclude_none=True,
     responses={
         201: {"model": schemas.Sandbox, "description": "It was paused and is resumed"},
-        **errors(400, 404, 503),
+        **errors(400, 404, 409, 503),
     },
 )
 async def connect_v2(
@@ -109,6 +127,20 @@ async def _connect(
     connected, resumed = await context.orchestrator.connect(sandbox_id, timeout, reboot=memory is False)
     response.status_code = 201 if resumed else 200
     return convert.sandbox(connected, context.settings)
+
+
+@router.get("/sandboxes/{sandboxID}/custom-extension-params", responses=errors(404))
+async def extension_params(sandbox_id: SandboxId, context: Ctx) -> dict[str, Any]:
+    """Always empty: this server has no custom extension, and refuses sandboxes with parameters for one."""
+    await context.orchestrator.get(sandbox_id)
+    return {}
+
+
+@router.patch("/sandboxes/{sandboxID}/custom-extension-params", responses=errors(400, 404, 501))
+async def patch_extension_params(sandbox_id: SandboxId, body: dict[str, Any], context: Ctx) -> dict[str, Any]:
+    """What a patch means is an extension's business, and this server has none."""
+    await context.orchestrator.get(sandbox_id)
+    raise MissingFeatureError("No custom extension is configured on this server.", "Leave its parameters out.")
 
 
 @router.post("/sandboxes/{sandboxID}/timeout", status_code=204, responses=errors(400, 404, 409))

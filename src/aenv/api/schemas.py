@@ -53,9 +53,14 @@ class NetworkRequest(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    allow_public_traffic: StrictBool = Field(True, alias="allowPublicTraffic")
+    allow_public_traffic: StrictBool | None = Field(None, alias="allowPublicTraffic", description="Default: true")
     allow_out: list[Text] | None = Field(None, alias="allowOut")
     deny_out: list[Text] | None = Field(None, alias="denyOut")
+    mask_request_host: Text | None = Field(
+        None,
+        alias="maskRequestHost",
+        description="Host header that servers in the sandbox see; ${PORT} in it stands for the port",
+    )
 
 
 class NetworkUpdate(BaseModel):
@@ -164,6 +169,10 @@ class ListedSandbox(_Model):
     metadata: dict[str, str]
     state: State
     envd_version: str
+    envd_unresponsive_at_pause: bool | None = Field(
+        None, description="True: it can be resumed with memory: false only"
+    )
+    parent_id: str | None = Field(None, description="The sandbox it was forked from; not in E2B's API")
 
 
 class Lifecycle(_Model):
@@ -175,6 +184,7 @@ class Network(_Model):
     allow_public_traffic: bool
     allow_out: list[str] | None = None
     deny_out: list[str] | None = None
+    mask_request_host: str | None = None
 
 
 class SandboxDetail(ListedSandbox):

@@ -1,6 +1,6 @@
 """Building templates: request, upload, start, watch."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
 
@@ -24,7 +24,7 @@ async def request_v3(body: schemas.NewTemplate, service: Service) -> schemas.Req
     name = body.name or body.alias
     if name is None:
         raise InvalidRequestError("name: is needed.")
-    build = service.request(name, body.tags, body.cpu_count, body.memory_mb)
+    build = service.request(name, body.tags, body.cpu_count, body.memory_mb, body.min_free_disk_mb or 0)
     return schemas.RequestedTemplate(
         template_id=build.template_id,
         build_id=build.id,
@@ -63,7 +63,7 @@ async def upload_link(
 @router.post("/v2/templates/{templateID:path}/builds/{buildID}", status_code=202, responses=errors(400, 404))
 async def start(template_id: TemplateRef, build_id: BuildId, body: schemas.BuildStart, service: Service) -> None:
     """Build in the background; the status tells how it goes."""
-    service.start(template_id, build_id, convert.build_start(body))
+    await service.start(template_id, build_id, convert.build_start(body))
 
 
 @router.get(
@@ -98,6 +98,7 @@ async def logs(
     limit: Limit = MOST_ENTRIES,
     direction: Annotated[str, Query(pattern="^(forward|backward)$")] = "forward",
     level: schemas.Level | None = None,
+    source: Annotated[Literal["temporary", "persistent"] | None, Query(description="There is one log")] = None,
 ) -> schemas.BuildLogs:
     entries = at_least(service.logs(service.build(template_id, build_id)), level)
     return schemas.BuildLogs(

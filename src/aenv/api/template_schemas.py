@@ -21,7 +21,11 @@ class NewTemplate(_Model):
     tags: list[Tag] = Field(default_factory=list, max_length=100)
     cpu_count: StrictInt | None = None
     memory_mb: StrictInt | None = None
-    min_free_disk_mb: StrictInt | None = Field(None, ge=0, description="Accepted; the disk has the node's size")
+    min_free_disk_mb: StrictInt | None = Field(
+        None,
+        alias="minFreeDiskMb",  # spelled so, unlike memoryMB
+        description="Disk space left after the steps: the disk grows for it, as far as it can",
+    )
 
 
 class NewTemplateV2(_Model):

@@ -90,10 +90,23 @@ async def delete(template_id: TemplateRef, context: Ctx, service: ServiceOrNone)
 
 # The last of its method: the path of a namespaced name would take in every route below it.
 @router.get("/templates/{templateID:path}", response_model_exclude_none=True, responses=errors(400, 404))
-async def get(template_id: TemplateRef, context: Ctx, service: ServiceOrNone) -> schemas.TemplateWithBuilds:
+async def get(
+    template_id: TemplateRef,
+    context: Ctx,
+    service: ServiceOrNone,
+    response: Response,
+    limit: Annotated[int, Query(ge=1, le=100)] = 100,
+    next_token: Annotated[str | None, Query(alias="nextToken")] = None,
+) -> schemas.TemplateWithBuilds:
+    """With its builds, newest first. The ``x-next-token`` header leads to the next page of them."""
     template = catalog.find(await context.orchestrator.templates(), template_id.partition(":")[0])
     if template is not None:
-        return convert.with_builds(template, service.builds_of(template.id) if service else ())
-    if service is None:
+        found = convert.with_builds(template, service.builds_of(template.id) if service else ())
+    elif service is not None:
+        found = convert.with_builds(None, service.builds_of(service.template_id(template_id)))
+    else:
         raise TemplateNotFoundError(template_id)
-    return convert.with_builds(None, service.builds_of(service.template_id(template_id)))
+    found.builds, token = page([(build.build_id, build) for build in found.builds], limit, next_token or None)
+    if token is not None:
+        response.headers["x-next-token"] = token
+    return found

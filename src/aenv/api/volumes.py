@@ -1,5 +1,6 @@
-"""Volumes: their records. Their content and mounting them into sandboxes are refused (``unsupported``)."""
+"""Volumes: their records. Their content is in ``volume_content``; mounting them into sandboxes is refused."""
 
+import asyncio
 from typing import Annotated
 
 from fastapi import APIRouter, Path
@@ -31,7 +32,9 @@ async def get(volume_id: VolumeId, context: Ctx) -> bodies.VolumeAndToken:
 
 @router.delete("/volumes/{volumeID}", status_code=204, responses=errors(404))
 async def delete(volume_id: VolumeId, context: Ctx) -> None:
+    """With all that is in it."""
     context.services.volumes.delete(volume_id)
+    await asyncio.to_thread(context.services.volumes.files.destroy, volume_id)
 
 
 def _volume(value: Volume, context: Context) -> bodies.VolumeAndToken:

@@ -60,6 +60,7 @@ class Build:
     started: bool = False  # its steps have come: it can be started once
     finished_at: datetime | None = None
     failure: Failure | None = None
+    min_free_mib: int = 0  # what its disk is to have left after the steps
     image: BuiltImage | None = None  # of a ready build that a tag names; others lose their snapshot
 
 

@@ -52,7 +52,6 @@ class Checkpoints:
         self._machines = machines
         self._fingerprint = fingerprint
         self.files = SnapshotFiles(layout, store, machines)
-        self.pinned = self.files.pinned
 
     def collect_garbage(self) -> None:
         self.files.collect_garbage()
@@ -204,4 +203,5 @@ class Checkpoints:
             fingerprint=self._fingerprint,
             guest_token=sandbox.envd_access_token,
             created_at=datetime.now(UTC),
+            parent=sandbox.captured_id or sandbox.snapshot_id,
         )

@@ -136,10 +136,16 @@ class Compaction:
         assert sandbox.snapshot_id is not None
         snapshot = self._store.snapshots[sandbox.snapshot_id]
         with self._store.transaction():
-            self._store.layers.put(merged)
+            self._put(merged, snapshot.disk)
             self._store.snapshots.put(replace(snapshot, disk=merged.id))
             self._store.sandboxes.put(replace(sandbox, disk=merged.id))
         return True
+
+    def _put(self, merged: DiskLayer, top: str) -> None:
+        """Record a layer that reads as ``top`` does: what is committed of the one is so of the other."""
+        self._store.layers.put(merged)
+        if (known := self._store.committed.get(top)) is not None:
+            self._store.committed.put(replace(known, id=merged.id))
 
     async def _swap_running(self, sandbox: Sandbox, writing: DiskLayer, merged: DiskLayer) -> bool:
         machine = self._machines.get(sandbox.id)

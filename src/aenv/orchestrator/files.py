@@ -5,7 +5,7 @@ import os
 import secrets
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from aenv.errors import AenvError
 from aenv.orchestrator import lifecycle
 from aenv.orchestrator.machines import Machines
 from aenv.orchestrator.store import Store
-from aenv.snapshot.model import DiskLayer, MemoryBase, Snapshot
+from aenv.snapshot.model import DiskLayer, MemoryBase, Snapshot, is_volume
 from aenv.snapshot.reachability import chain, find_garbage
 from aenv.storage.layout import Layout, allocated_bytes, remove
 from aenv.storage.lsmt import compose
@@ -33,8 +33,18 @@ class SnapshotFiles:
         self._store = store
         self._machines = machines
         self.background = Background()
-        self.pinned: Counter[str] = Counter()  # snapshots in use by template builds, which no record names yet
+        self.on_forget: Callable[[set[str]], None] = lambda _: None  # told of volumes that nothing names any more
+        self._pinned: Counter[str] = Counter()  # snapshots in use by builds and commits, whatever names them
         self._read: Counter[str] = Counter()  # disk layers that work in progress reads
+
+    def pin(self, *snapshot_ids: str) -> None:
+        """Keep these snapshots and their files exactly as they are until ``unpin``."""
+        self._pinned.update(snapshot_ids)
+
+    def unpin(self, *snapshot_ids: str) -> None:
+        self._pinned.subtract(snapshot_ids)
+        self._pinned += Counter()  # drops zeros
+        self.collect_garbage()
 
     @contextmanager
     def reading(self, layers: Sequence[DiskLayer]) -> Iterator[None]:
@@ -49,8 +59,8 @@ class SnapshotFiles:
 
     async def prepare_for(self, snapshot: Snapshot, children: int) -> Snapshot:
         """Merge the memory delta into a base of its own if that moves fewer bytes than copying it each time."""
-        if not snapshot.delta_bytes or snapshot.memory_base is None:
-            return snapshot
+        if not snapshot.delta_bytes or snapshot.memory_base is None or is_volume(snapshot.memory_base):
+            return snapshot  # a volume would have to be fetched whole
         base = self._store.memory[snapshot.memory_base]
         if not lifecycle.should_compose(snapshot.delta_bytes, base.data_bytes, children):
             return snapshot
@@ -66,13 +76,15 @@ class SnapshotFiles:
         delta = self._layout.delta(snapshot.id)
         await asyncio.to_thread(compose, self._layout.memory(base), delta, path)
         current = self._store.snapshots.get(snapshot.id)
-        if current is None or current.memory_base != base:
+        if current is None or current.memory_base != base or self._pinned[snapshot.id]:
             path.unlink(missing_ok=True)
             return current or snapshot
         composed = replace(current, memory_base=merged, delta_bytes=0)
         with self._store.transaction():
             self._store.memory.put(MemoryBase(merged, allocated_bytes(path)))
             self._store.snapshots.put(composed)
+            if (known := self._store.committed.get(snapshot.id)) is not None:
+                self._store.committed.put(replace(known, id=merged))
         if not self._machines.launching(snapshot.id):  # else it goes with the snapshot
             delta.unlink(missing_ok=True)
         self.collect_garbage()
@@ -85,8 +97,9 @@ class SnapshotFiles:
 
     def merge_memory(self, snapshot: Snapshot) -> None:
         """In the background, when the delta is large."""
-        if snapshot.memory_base is not None and snapshot.delta_bytes > MERGE_DELTA:
-            self.background.spawn(self._merge_memory(snapshot, snapshot.memory_base))
+        base = snapshot.memory_base
+        if base is not None and not is_volume(base) and snapshot.delta_bytes > MERGE_DELTA:
+            self.background.spawn(self._merge_memory(snapshot, base))
 
     async def _merge_memory(self, snapshot: Snapshot, base: str) -> None:
         await self._compose(snapshot, base)
@@ -98,9 +111,11 @@ class SnapshotFiles:
         """
         folder = self._layout.snapshot(snapshot.id)
         layers = chain(self._store.layers.rows, snapshot.disk)
-        paths = [self._layout.layer(layer) for layer in layers]
+        paths = [self._layout.layer(layer) for layer in layers if not is_volume(layer.id)]
         if snapshot.memory_base is not None:
-            paths += [self._layout.memory(snapshot.memory_base), self._layout.state(snapshot.id)]
+            paths.append(self._layout.state(snapshot.id))
+            if not is_volume(snapshot.memory_base):
+                paths.append(self._layout.memory(snapshot.memory_base))
         if snapshot.delta_bytes:
             paths.append(self._layout.delta(snapshot.id))
         folders = dict.fromkeys([folder, *(path.parent for path in paths), folder.parent])
@@ -127,19 +142,23 @@ class SnapshotFiles:
                 *(s.snapshot_id for s in store.saved.rows.values()),
                 *(b.image.snapshot_id for b in store.builds.rows.values() if b.image is not None),
                 *(layer.snapshot_id for layer in store.build_cache.rows.values()),
-                *self.pinned,
+                *self._pinned,
             ],
             named_layers=[*(s.disk for s in sandboxes if s.disk), *self._read],
             named_memory=[s.memory_base for s in sandboxes if s.memory_base],
         )
         if not garbage:
             return
+        volumes = {name for name in (*garbage.layers, *garbage.memory) if is_volume(name)}
         paths = [
             *(self._layout.snapshot(name) for name in garbage.snapshots),
-            *(self._layout.layer(store.layers[name]) for name in garbage.layers),
-            *(self._layout.memory(name) for name in garbage.memory),
+            *(self._layout.layer(store.layers[name]) for name in garbage.layers - volumes),
+            *(self._layout.memory(name) for name in garbage.memory - volumes),
         ]
         with store.transaction():
+            for name in (*garbage.snapshots, *garbage.layers, *garbage.memory):
+                if name in store.committed.rows:
+                    store.committed.delete(name)
             for name in garbage.snapshots:
                 store.snapshots.delete(name)
             for name in garbage.layers:
@@ -147,6 +166,7 @@ class SnapshotFiles:
             for name in garbage.memory:
                 store.memory.delete(name)
         self.background.spawn(asyncio.to_thread(_remove_all, paths))
+        self.on_forget(volumes)
 
 
 def sync_all(paths: Iterable[Path]) -> None:

@@ -23,7 +23,9 @@ class Orchestrator(Protocol):
     async def create(self, spec: SandboxSpec) -> Sandbox:
         """Start a sandbox from a template or a saved snapshot.
 
-        Raises TemplateNotFoundError, CapacityError, SandboxStartError.
+        With ``idempotency_key`` in the specification, a repetition returns the sandbox that was made.
+
+        Raises TemplateNotFoundError, CapacityError, SandboxStartError, ReusedKeyError.
         """
 
     async def get(self, sandbox_id: str) -> Sandbox: ...
@@ -38,18 +40,22 @@ class Orchestrator(Protocol):
 
         Without ``memory`` only the disk is kept, and the sandbox boots when it is resumed. Raises
         GuestUnresponsiveError, changing nothing, when the guest does not answer and ``strict`` is set or its disk
-        has to be settled.
+        has to be settled. Otherwise that is recorded, and such a sandbox is resumed with ``reboot`` only.
         """
 
     async def resume(
         self, sandbox_id: str, timeout: int, auto_pause: bool | None, *, reboot: bool = False
     ) -> Sandbox:
-        """Raises ConflictError when it is already running. ``reboot``: from its disk alone."""
+        """Raises ConflictError when it is already running. ``reboot``: from its disk alone.
+
+        Without it raises UnresponsiveSnapshotError when the guest agent did not answer as it was paused.
+        """
 
     async def connect(self, sandbox_id: str, timeout: int, *, reboot: bool = False) -> tuple[Sandbox, bool]:
         """Resume if paused, extend the timeout if running; the flag says whether it was resumed.
 
-        A running sandbox's end of life is never shortened by this call.
+        A running sandbox's end of life is never shortened by this call. Raises UnresponsiveSnapshotError as
+        ``resume`` does.
         """
 
     async def set_timeout(self, sandbox_id: str, timeout: int) -> Sandbox:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from enum import Enum, auto
 
-from aenv.errors import ConflictError, InvalidRequestError
+from aenv.errors import ConflictError, InvalidRequestError, UnresponsiveSnapshotError
 from aenv.orchestrator.model import Sandbox, SandboxState
 
 _ALLOWED: Mapping[SandboxState, frozenset[SandboxState]] = {
@@ -49,10 +49,20 @@ def require_wakeable(sandbox: Sandbox) -> None:
             f"Sandbox {sandbox.id!r} is paused without memory, so traffic does not resume it.",
             "Connect to it; it boots from its disk then.",
         )
+    require_answering(sandbox)
     if not sandbox.auto_resume:
         raise ConflictError(
             f"Sandbox {sandbox.id!r} is paused.",
             "Connect to it to resume it, or create it with autoResume enabled.",
+        )
+
+
+def require_answering(sandbox: Sandbox, *, reboot: bool = False) -> None:
+    """Raise UnresponsiveSnapshotError when the paused sandbox's memory would bring back an agent that hangs."""
+    if sandbox.agent_silent and sandbox.memory_kept and not reboot:
+        raise UnresponsiveSnapshotError(
+            f"Sandbox {sandbox.id!r} was paused while its guest agent did not answer.",
+            "Resume it without its memory, so that it boots: memory: false.",
         )
 
 

@@ -68,5 +68,6 @@ def sandbox_key(sandbox: Sandbox) -> Key:
 
 
 def page(sandboxes: Iterable[Sandbox], where: SandboxFilter, limit: int, token: str | None) -> SandboxPage:
-    found = (sandbox for sandbox in sandboxes if matches(sandbox, where))
-    return SandboxPage(*cut(found, sandbox_key, limit, token, newest_first=where.newest_first))
+    found = [sandbox for sandbox in sandboxes if matches(sandbox, where)]
+    running = sum(sandbox.state.public == "running" for sandbox in found)
+    return SandboxPage(*cut(found, sandbox_key, limit, token, newest_first=where.newest_first), running)

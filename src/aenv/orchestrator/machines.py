@@ -23,6 +23,7 @@ from aenv.orchestrator.boot import boot_parameters
 from aenv.orchestrator.model import Egress, Sandbox
 from aenv.orchestrator.pool import Lease, VmPool, new_vm_id
 from aenv.orchestrator.store import Store
+from aenv.orchestrator.volumes import Volumes
 from aenv.snapshot.model import DiskLayer, Snapshot
 from aenv.storage.layout import Layout, remove
 from aenv.storage.qcow2 import create_overlay
@@ -72,6 +73,7 @@ class Machines:
         pool: VmPool,
         slots: SlotPool,
         guests: GuestClient,
+        volumes: Volumes,
         fingerprint: Fingerprint,
         on_death: Callable[[Machine, str], None],
         envd_version: str,
@@ -83,6 +85,7 @@ class Machines:
         self._pool = pool
         self._slots = slots
         self._guests = guests
+        self._volumes = volumes
         self._fingerprint = fingerprint
         self._on_death = on_death
         self._envd_version = envd_version
@@ -110,7 +113,7 @@ class Machines:
         the caller. Raises IncompatibleSnapshotError, CapacityError, SandboxStartError.
         """
         if reboot or not snapshot.has_memory:
-            await self.settled(sandbox.id)
+            await asyncio.gather(self.settled(sandbox.id), self._volumes.ensure(snapshot.disk))
             lease = await self._boot(sandbox, snapshot, layer)
             return self._run(sandbox, lease, [None], self._settings.boot_timeout)
         if problems := snapshot.fingerprint.mismatches(self._fingerprint):
@@ -121,6 +124,7 @@ class Machines:
         await self.settled(sandbox.id)
         self._launching[snapshot.id] += 1
         try:
+            await self._volumes.ensure(snapshot.disk, snapshot.memory_base)
             lease = await self._pool.acquire(snapshot.shape)
             await self._restore(sandbox, snapshot.id, layer, lease)
         finally:
@@ -168,7 +172,8 @@ class Machines:
         """The sandbox's new disk, and its policy in the slot: both before anything of the guest runs."""
         assert layer.parent is not None
         disk = self._layout.layer(layer)
-        create_overlay(disk, self._layout.layer(self._store.layers[layer.parent]), snapshot.disk_mib * MIB)
+        parent = self._store.layers[layer.parent]
+        create_overlay(disk, self._layout.layer(parent), snapshot.disk_mib * MIB, parent.format)
         if sandbox.egress != DEFAULT_EGRESS:
             await self._slots.apply_policy(slot, egress_policy(sandbox.egress))
         return disk
@@ -227,10 +232,10 @@ class Machines:
                 log.warning("guest could not be thawed", sandbox=sandbox.id, error=str(error))
         await self._guests.introduce(host, identity, tokens, deadline)
 
-    async def check_health(self, machine: Machine) -> None:
-        """Raises GuestUnresponsiveError when the guest's agent does not answer soon."""
+    async def check_health(self, machine: Machine, timeout: float = HEALTH_TIMEOUT) -> None:
+        """Raises GuestUnresponsiveError when the guest's agent does not answer within ``timeout`` seconds."""
         try:
-            await self._guests.wait_until_ready(machine.host, time.monotonic() + HEALTH_TIMEOUT)
+            await self._guests.wait_until_ready(machine.host, time.monotonic() + timeout)
         except SandboxStartError as error:
             raise GuestUnresponsiveError(
                 f"The guest agent of sandbox {machine.sandbox_id!r} does not answer.", "The sandbox was not changed."

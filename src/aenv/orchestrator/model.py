@@ -49,6 +49,8 @@ class SandboxSpec:
     secure: bool = False
     egress: Egress = Egress()
     allow_public_traffic: bool = True
+    host_mask: str | None = None  # the Host that its servers see; ${PORT} in it stands for the port
+    idempotency_key: str | None = None  # repeating the request under it makes no second sandbox
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,9 @@ class Sandbox:
     default_workdir: str | None = None  # None: the user's home
     auto_pause_memory: bool = True  # whether the pause at its end keeps memory
     memory_kept: bool = True  # whether its last pause did; if not, it boots when it is resumed
+    host_mask: str | None = None  # the Host that its servers see; ${PORT} in it stands for the port
+    agent_silent: bool = False  # whether the guest agent did not answer at its last pause
+    request: str | None = None  # which made it, where that may be repeated (``repeats.marker``)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +108,7 @@ class SandboxPage:
 
     items: tuple[Sandbox, ...]
     next_token: str | None
+    running: int = 0  # running ones that the filter lets through, on any page
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +184,7 @@ class Published:
 
     id: str
     snapshot_id: str
+    repository: str  # which one
 
 
 @dataclass(frozen=True, slots=True)

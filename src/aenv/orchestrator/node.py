@@ -13,9 +13,10 @@ import structlog
 
 from aenv.config import Settings
 from aenv.errors import InvalidRequestError, SandboxUnreachableError
-from aenv.orchestrator import lifecycle, listing, records
+from aenv.orchestrator import lifecycle, listing, records, repeats
 from aenv.orchestrator.capacity import Capacity
 from aenv.orchestrator.checkpoint import Checkpoint, Checkpoints
+from aenv.orchestrator.imports import Imports
 from aenv.orchestrator.machines import Machine, Machines, egress_policy
 from aenv.orchestrator.model import (
     Egress,
@@ -49,12 +50,15 @@ class Node:
         machines: Machines,
         checkpoints: Checkpoints,
         capacity: Capacity,
+        imports: Imports,
     ) -> None:
         self._settings = settings
         self._store = store
         self._machines = machines
         self._checkpoints = checkpoints
         self._capacity = capacity
+        self._imports = imports
+        self._turns = repeats.Turns()
         self._saved = SavedSnapshots(store)
         self._transitions = Transitions(store, machines, checkpoints, capacity)
         self._visible, self._locked = self._transitions.visible, self._transitions.locked
@@ -95,8 +99,15 @@ class Node:
     # -- lifecycle --------------------------------------------------------------------------------------
 
     async def create(self, spec: SandboxSpec) -> Sandbox:
+        if spec.idempotency_key is None:
+            return await self._create(spec)
+        async with self._turns.of(spec.idempotency_key):
+            made = repeats.made_before(self._store.sandboxes.rows.values(), spec)
+            return made or await self._create(spec)
+
+    async def _create(self, spec: SandboxSpec) -> Sandbox:
         lifecycle.check_timeout(spec.timeout, self._settings.max_timeout)
-        origin = self._saved.origin(spec.template)
+        origin = await self._imports.origin(spec.template)
         snapshot = self._store.snapshots[origin.snapshot_id]
         now = datetime.now(UTC)
         child = records.created(spec, origin, snapshot, now)
@@ -129,6 +140,7 @@ class Node:
         async with self._locked(sandbox_id):
             sandbox = self._visible(sandbox_id)
             lifecycle.require(sandbox, SandboxState.PAUSED, "resumed")
+            lifecycle.require_answering(sandbox, reboot=reboot)
             if auto_pause is not None:
                 sandbox = replace(sandbox, auto_pause=auto_pause)
             return await self._transitions.resume(sandbox, timeout, reboot=reboot)
@@ -138,6 +150,7 @@ class Node:
         async with self._locked(sandbox_id):
             sandbox = self._visible(sandbox_id)
             if sandbox.state is SandboxState.PAUSED:
+                lifecycle.require_answering(sandbox, reboot=reboot)
                 return await self._transitions.resume(sandbox, timeout, reboot=reboot), True
             longer = lifecycle.expiring_at_least(sandbox, timeout, datetime.now(UTC))
             return self._transitions.save(longer), False
@@ -195,6 +208,7 @@ class Node:
     ) -> tuple[Snapshot, Sequence[Child]]:
         """The snapshot to fork from and ``count`` recorded children; the source runs on, or stays paused."""
         if sandbox.state is SandboxState.PAUSED:
+            lifecycle.require_answering(sandbox)
             assert sandbox.snapshot_id is not None
             checkpoint = Checkpoint(self._store.snapshots[sandbox.snapshot_id])
         else:
@@ -211,6 +225,7 @@ class Node:
 
     async def create_snapshot(self, sandbox_id: str, name: str | None, memory: bool | None) -> SavedSnapshot:
         self._saved.check(name)
+        await self._imports.inherit(name)
         async with self._locked(sandbox_id):
             sandbox = self._visible(sandbox_id)
             if sandbox.state is SandboxState.PAUSED:
@@ -227,6 +242,8 @@ class Node:
                 if snapshot is checkpoint.snapshot:
                     checkpoint.record(self._store)
                 self._store.saved.put(saved)
+                # What is captured of it next is stored as the difference to this.
+                self._store.sandboxes.put(replace(self._store.sandboxes[sandbox_id], captured_id=snapshot.id))
         self._checkpoints.files.collect_garbage()  # what a snapshot of the same name was before
         self._checkpoints.files.merge_memory(snapshot)
         return saved
@@ -234,15 +251,19 @@ class Node:
     async def snapshots(
         self, sandbox_id: str | None, name: str | None, limit: int, token: str | None
     ) -> SavedSnapshotPage:
-        return self._saved.page(sandbox_id, name, limit, token)
+        return self._saved.page(sandbox_id, name, limit, token, self._imports.others())
 
     async def snapshot(self, name: str) -> SavedSnapshot:
-        return self._saved.get(name)
+        found = self._saved.find(name)
+        return await self._imports.find(name) if found is None or found.imported else found
 
     async def delete_snapshot(self, name: str) -> None:
-        saved = self._saved.get(name)
-        with self._store.transaction():
-            self._store.saved.delete(saved.id)
+        saved = await self.snapshot(name)
+        if saved.imported:
+            await self._imports.delete(saved)
+        else:
+            with self._store.transaction():
+                self._store.saved.delete(saved.id)
         self._checkpoints.files.collect_garbage()
 
     # -- leaving ----------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import secrets
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
-from aenv.orchestrator import catalog
+from aenv.orchestrator import catalog, repeats
 from aenv.orchestrator.model import Sandbox, SandboxSpec, SandboxState, SavedSnapshot, Template
 from aenv.snapshot.model import DiskLayer, Snapshot
 
@@ -70,6 +70,8 @@ def created(spec: SandboxSpec, origin: Origin, snapshot: Snapshot, now: datetime
         auto_pause_memory=spec.auto_pause_memory,
         default_user=origin.default_user,
         default_workdir=origin.default_workdir,
+        host_mask=spec.host_mask,
+        request=repeats.marker(spec),
     )
     return on_new_layer(sandbox, snapshot)
 
@@ -88,10 +90,12 @@ def forked(parent: Sandbox, snapshot: Snapshot, timeout: int | None, now: dateti
         traffic_access_token=new_token() if parent.traffic_access_token else None,
         parent_id=parent.id,
         snapshot_id=snapshot.id,
+        captured_id=None,
         vm_id=None,
         slot=None,
         memory_base=None,
         memory_kept=True,
+        request=None,
     )
     return on_new_layer(sandbox, snapshot)
 
@@ -102,6 +106,7 @@ def rolled_back(sandbox: Sandbox, snapshot: Snapshot) -> Sandbox:
         sandbox,
         state=SandboxState.PAUSED,
         disk=snapshot.disk,
+        captured_id=None,
         vm_id=None,
         slot=None,
         memory_base=None,

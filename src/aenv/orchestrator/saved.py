@@ -5,9 +5,10 @@ whose id stays, another content.
 """
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import chain
 
 from aenv.errors import ConflictError, NotFoundError, SnapshotNotFoundError
 from aenv.orchestrator import catalog
@@ -55,14 +56,27 @@ class SavedSnapshots:
                 return saved
             raise
 
-    def page(self, sandbox_id: str | None, name: str | None, limit: int, token: str | None) -> SavedSnapshotPage:
-        """Newest first; of one sandbox, and of one name, id, or name with a tag. A name alone means all its tags."""
-        return SavedSnapshotPage(*cut(self._matching(sandbox_id, name), _key, limit, token))
+    def page(
+        self,
+        sandbox_id: str | None,
+        name: str | None,
+        limit: int,
+        token: str | None,
+        others: Iterable[SavedSnapshot] = (),
+    ) -> SavedSnapshotPage:
+        """Newest first; of one sandbox, and of one name, id, or name with a tag. A name alone means all its tags.
 
-    def _matching(self, sandbox_id: str | None, wanted: str | None) -> Iterator[SavedSnapshot]:
+        ``others`` are listed with those of the records.
+        """
+        rows = chain(self._store.saved.rows.values(), others)
+        return SavedSnapshotPage(*cut(self._matching(rows, sandbox_id, name), _key, limit, token))
+
+    def _matching(
+        self, rows: Iterable[SavedSnapshot], sandbox_id: str | None, wanted: str | None
+    ) -> Iterator[SavedSnapshot]:
         name, _, tag = (wanted or "").partition(":")
         name = name.lower()
-        for saved in self._store.saved.rows.values():
+        for saved in rows:
             if sandbox_id is not None and saved.sandbox_id != sandbox_id:
                 continue
             if wanted is None or (name in (saved.name, saved.id) and tag in ("", saved.tag)):

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 import structlog
 
 from aenv.background import Background
-from aenv.errors import AenvError, CapacityError, ConflictError, SandboxNotFoundError
+from aenv.errors import AenvError, CapacityError, ConflictError, GuestUnresponsiveError, SandboxNotFoundError
 from aenv.orchestrator import lifecycle, records
 from aenv.orchestrator.capacity import Capacity
 from aenv.orchestrator.checkpoint import Checkpoint, Checkpoints
@@ -27,6 +27,8 @@ from aenv.orchestrator.store import Store
 from aenv.snapshot.model import DiskLayer, Snapshot
 
 log = structlog.get_logger()
+
+SILENT_AFTER = 15.0  # seconds; an emulated guest beside many busy ones may well take some to answer
 
 
 class Transitions:
@@ -110,9 +112,12 @@ class Transitions:
         lifecycle.require(sandbox, SandboxState.RUNNING, "paused")
         machine = self.machine(sandbox)
         await self._machines.wait_ready(machine)
+        silent = False
         if strict or not memory:
             await self._machines.check_health(machine)
-        self.save(lifecycle.move(sandbox, SandboxState.PAUSING))
+        else:
+            silent = await self._is_silent(machine)
+        self.save(replace(lifecycle.move(sandbox, SandboxState.PAUSING), agent_silent=silent))
         self.expiry.forget(sandbox.id)
         try:
             checkpoint = await self._checkpoints.pause_point(sandbox, machine, memory=memory, commit=self._paused)
@@ -125,6 +130,15 @@ class Transitions:
         self._checkpoints.files.tidy(checkpoint.snapshot)
         self.compaction.consider(paused)
         return paused
+
+    async def _is_silent(self, machine: Machine) -> bool:
+        """Whether the guest agent hangs. It is recorded with the pause, and what is restored would hang as well."""
+        try:
+            await self._machines.check_health(machine, SILENT_AFTER)
+        except GuestUnresponsiveError:
+            log.warning("guest agent does not answer; pausing with its memory", sandbox=machine.sandbox_id)
+            return True
+        return False
 
     def _paused(self, checkpoint: Checkpoint) -> None:
         """Record that the owner of a pause's snapshot is paused in it."""

@@ -8,6 +8,7 @@ from aenv.orchestrator.model import SandboxFilter
 from aenv.proxy import replies, signed
 from aenv.proxy.access import refusal
 from aenv.proxy.forward import Receive, Scope, Send, forward
+from aenv.proxy.masking import masked
 from aenv.proxy.pool import Pools
 from aenv.proxy.replies import Reply
 from aenv.proxy.routing import ENVD_PORT, Router, Target, Unroutable
@@ -65,6 +66,8 @@ class SandboxProxy:
         denied = refusal(target, scope["headers"], upstream.sandbox)
         if denied is not None:
             return replies.forbidden(target, denied)
+        if upstream.sandbox.host_mask is not None and target.port != ENVD_PORT:
+            scope = {**scope, "headers": masked(scope["headers"], upstream.sandbox.host_mask, target.port)}
         pool = self._pools.get(upstream)
         if scope["type"] == "websocket":
             return await tunnel(pool, target, scope, receive, send)

@@ -69,7 +69,7 @@ class TemplateBuilder:
         made.append(self._layout.memory(memory_id))
         try:
             os.link(rootfs, self._layout.layer(base))
-            create_overlay(self._layout.layer(overlay), self._layout.layer(base), disk_mib * MIB)
+            create_overlay(self._layout.layer(overlay), self._layout.layer(base), disk_mib * MIB, base.format)
             self._layout.snapshot(snapshot_id).mkdir(mode=0o700)
             size = await self._boot_and_capture(shape, overlay, snapshot_id, memory_id)
         except BaseException:

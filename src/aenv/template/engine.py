@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from aenv.errors import AenvError, InvalidRequestError
 from aenv.orchestrator.builds import BuiltImage, CachedLayer, Failure
-from aenv.template import globs, keys, scripts
+from aenv.template import globs, growth, keys, scripts
 from aenv.template.archives import Archives
 from aenv.template.cache import LayerCache
 from aenv.template.context import Context
@@ -93,6 +93,7 @@ class _Run:
             self._workshop.initramfs_sha256,
             start,
             ready,
+            plan.min_free_mib,
         )
         if reusable(plan.steps, force=plan.force) == total and not plan.force:
             done = self._cache.get(final)
@@ -220,6 +221,8 @@ class _Run:
     async def _finalize(
         self, machine: BuildMachine, guest: BuildGuest, context: Context, final: str, start: str, ready: str
     ) -> BuiltImage:
+        if self._plan.min_free_mib:
+            await growth.ensure_free(machine, guest, self._journal, self._plan.min_free_mib, FINALIZE)
         if start or ready:
             await self._bring_up(guest, context, start, ready or (READY_DEFAULT if start else ""))
         self._journal.write("saving the template", step=FINALIZE)

@@ -38,7 +38,13 @@ def of_boot(parent: str, shape: MachineShape, fingerprint: Fingerprint, initramf
 
 
 def of_final(
-    parent: str, shape: MachineShape, fingerprint: Fingerprint, initramfs_sha256: str, start: str, ready: str
+    parent: str,
+    shape: MachineShape,
+    fingerprint: Fingerprint,
+    initramfs_sha256: str,
+    start: str,
+    ready: str,
+    min_free_mib: int,
 ) -> str:
     """The key of a finished build: of the machine whose start command has been run."""
-    return _digest("final", parent, asdict(shape), asdict(fingerprint), initramfs_sha256, start, ready)
+    return _digest("final", parent, asdict(shape), asdict(fingerprint), initramfs_sha256, start, ready, min_free_mib)

@@ -20,6 +20,7 @@ from aenv.orchestrator.checkpoint import Checkpoints
 from aenv.orchestrator.compaction import MAX_CHAIN
 from aenv.orchestrator.pool import Lease, VmPool, attachment, new_vm_id
 from aenv.orchestrator.store import Store
+from aenv.orchestrator.volumes import Volumes
 from aenv.snapshot.model import DiskLayer, MemoryBase, Snapshot
 from aenv.snapshot.reachability import chain
 from aenv.storage.layout import Layout, allocated_bytes, remove
@@ -41,15 +42,11 @@ class Pins:
 
     def add(self, snapshot_id: str) -> None:
         self._held.append(snapshot_id)
-        self._checkpoints.pinned[snapshot_id] += 1
+        self._checkpoints.files.pin(snapshot_id)
 
     def release(self) -> None:
-        for snapshot_id in self._held:
-            self._checkpoints.pinned[snapshot_id] -= 1
-            if not self._checkpoints.pinned[snapshot_id]:
-                del self._checkpoints.pinned[snapshot_id]
-        self._held.clear()
-        self._checkpoints.collect_garbage()
+        held, self._held = self._held, []
+        self._checkpoints.files.unpin(*held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +60,7 @@ class Workshop:
     pool: VmPool
     slots: SlotPool
     guests: GuestClient
+    volumes: Volumes
     checkpoints: Checkpoints
     default_shape: MachineShape
     initramfs_sha256: str
@@ -80,6 +78,7 @@ class Workshop:
     async def restore(self, snapshot: Snapshot, pins: Pins) -> "BuildMachine":
         """A machine that runs on from ``snapshot``. Raises CapacityError, VmmError, SandboxStartError."""
         pins.add(snapshot.id)
+        await self.volumes.ensure(snapshot.disk, snapshot.memory_base)
         lease = await self.pool.acquire(snapshot.shape)
         snapshot = self.store.snapshots[snapshot.id]  # its memory may have been merged meanwhile
         assert snapshot.memory_base is not None  # see ``runs_here``
@@ -87,7 +86,8 @@ class Workshop:
         machine = BuildMachine(self, pins, lease, layer, snapshot.memory_base, snapshot.shape, snapshot.disk_mib)
         try:
             disk = self.layout.layer(layer)
-            create_overlay(disk, self.layout.layer(self.store.layers[snapshot.disk]), snapshot.disk_mib * MIB)
+            parent = self.store.layers[snapshot.disk]
+            create_overlay(disk, self.layout.layer(parent), snapshot.disk_mib * MIB, parent.format)
             delta = self.layout.delta(snapshot.id) if snapshot.delta_bytes else None
             memory = MemoryImage(self.layout.memory(snapshot.memory_base), delta)
             await lease.vm.restore(memory, self.layout.state(snapshot.id), disk)
@@ -104,10 +104,12 @@ class Workshop:
         """
         layer = _new_layer(parent.id)
         disk = self.layout.layer(layer)
+        if parent.id in self.store.layers.rows:
+            await self.volumes.ensure(parent.id)
         slot = await self.slots.acquire()
         vm: Vm | None = None
         try:
-            create_overlay(disk, self.layout.layer(parent), disk_mib * MIB)
+            create_overlay(disk, self.layout.layer(parent), disk_mib * MIB, parent.format)
             parameters = boot_parameters(slot, self.settings.dns, "sandbox")
             vm = await self.vmm.boot(new_vm_id(), shape, attachment(slot), disk, parameters)
         except BaseException:
@@ -160,6 +162,15 @@ class BuildMachine:
     @property
     def vm(self) -> Vm:
         return self._lease.vm
+
+    @property
+    def disk_mib(self) -> int:
+        return self._disk_mib
+
+    async def grow(self, disk_mib: int) -> None:
+        """Make the root disk larger; its file system is the guest's business. Raises VmmError."""
+        await self.vm.grow_disk(disk_mib * MIB)
+        self._disk_mib = disk_mib
 
     @property
     def host(self) -> str:

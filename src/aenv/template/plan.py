@@ -31,6 +31,7 @@ class Plan:
     template: Template | SavedSnapshot | None = None
     start_cmd: str = ""
     ready_cmd: str = ""
+    min_free_mib: int = 0  # of the disk after the steps
     force: bool = False
 
 

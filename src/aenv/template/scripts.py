@@ -30,6 +30,21 @@ line=$(awk -F: -v u="$1" '$1 == u || $3 == u { print $1; exit }' /etc/passwd)
 printf %s "$line"
 """
 
+# MiB that are free on the root file system.
+FREE_SPACE = r"""
+sync
+df -Pk / | awk 'NR == 2 { print int($4 / 1024) }'
+"""
+
+# $1 an archive with resize2fs, its libraries and loader: grows the root file system to the size of its disk.
+GROW = r"""
+work=$(dirname "$1")/resize
+rm -rf "$work" && mkdir -p "$work" && tar -xf "$1" -C "$work" || exit 1
+trap 'rm -rf "$work" "$1"' EXIT
+device=$(awk '$2 == "/" { device = $1 } END { print device }' /proc/mounts)
+"$work/loader" --library-path "$work" "$work/resize2fs" "$device"
+"""
+
 # Functions that the next two share. Folders that have to be made belong to whoever asks for them.
 _FUNCTIONS = r"""
 home_of() { awk -F: -v u="$1" '$1 == u { print $6; exit }' /etc/passwd; }

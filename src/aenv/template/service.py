@@ -19,13 +19,15 @@ from aenv.errors import AenvError, ConflictError, InvalidRequestError, NotFoundE
 from aenv.orchestrator import catalog
 from aenv.orchestrator.builds import Build, BuildStatus, Failure
 from aenv.orchestrator.capacity import Capacity, free_disk_mib
-from aenv.orchestrator.model import SavedSnapshot, TagTarget, Template
-from aenv.orchestrator.saved import SavedSnapshots
+from aenv.orchestrator.imports import Imports
+from aenv.orchestrator.model import TagTarget, Template
+from aenv.orchestrator.records import Origin
 from aenv.orchestrator.store import Store
 from aenv.template import publishing
 from aenv.template.archives import Archives
 from aenv.template.cache import LayerCache
 from aenv.template.engine import BuildFailedError, Engine
+from aenv.template.growth import MAX_DISK
 from aenv.template.journal import JournalStore, LogEntry
 from aenv.template.machine import Pins, Workshop
 from aenv.template.origin import BASE, is_base
@@ -62,11 +64,12 @@ class TemplateService:
         capacity: Capacity,
         journals: JournalStore,
         archives: Archives,
+        imports: Imports,
     ) -> None:
         self._settings = settings
         self._workshop = workshop
         self._store: Store = workshop.store
-        self._saved = SavedSnapshots(self._store)
+        self._imports = imports
         self._engine = engine
         self._capacity = capacity
         self._cache = cache
@@ -107,7 +110,12 @@ class TemplateService:
     # -- builds -----------------------------------------------------------------------------------------
 
     def request(
-        self, name: str, tags: Sequence[str], vcpus: int | None = None, memory_mib: int | None = None
+        self,
+        name: str,
+        tags: Sequence[str],
+        vcpus: int | None = None,
+        memory_mib: int | None = None,
+        min_free_mib: int = 0,
     ) -> Build:
         """Record a build that waits for its steps. Raises InvalidRequestError, ConflictError."""
         reference = catalog.parse(name)
@@ -124,6 +132,8 @@ class TemplateService:
                 f"{vcpus} CPUs and {memory_mib} MiB of memory are out of range.",
                 "Use cpuCount from 1 to 32 and memoryMB from 128 to 65536.",
             )
+        if not 0 <= min_free_mib <= MAX_DISK:
+            raise InvalidRequestError(f"minFreeDiskMb: must be from 0 to {MAX_DISK} MiB, not {min_free_mib}.")
         now = datetime.now(UTC)
         build = Build(
             id=str(uuid.uuid4()),
@@ -135,6 +145,7 @@ class TemplateService:
             memory_mib=memory_mib,
             created_at=now,
             updated_at=now,
+            min_free_mib=min_free_mib,
         )
         with self._store.transaction():
             self._store.builds.put(build)
@@ -146,12 +157,12 @@ class TemplateService:
             return template.id
         return next((b.template_id for b in self._store.builds.rows.values() if b.name == name), None)
 
-    def start(self, template_id: str, build_id: str, body: BuildStart) -> None:
+    async def start(self, template_id: str, build_id: str, body: BuildStart) -> None:
         """Begin a requested build in the background. Raises NotFoundError, InvalidRequestError."""
         build = self.build(template_id, build_id)
         if build.status is not BuildStatus.WAITING or build.started:
             raise InvalidRequestError(f"Build {build_id} has been started already.", "Request a new build.")
-        plan = self._plan(build, body)
+        plan = self._plan(build, body, await self._imports.origin(body.template) if body.template else None)
         started = replace(build, started=True, updated_at=datetime.now(UTC))
         with self._store.transaction():
             self._store.builds.put(started)
@@ -159,14 +170,11 @@ class TemplateService:
         self._tasks[build_id] = task
         task.add_done_callback(lambda _: self._tasks.pop(build_id, None))
 
-    def _plan(self, build: Build, body: BuildStart) -> Plan:
+    def _plan(self, build: Build, body: BuildStart, template: Origin | None) -> Plan:
         if body.image and body.template:
             raise InvalidRequestError("Give either fromImage or fromTemplate, not both.")
         steps = parse(body.steps)
-        template: Template | SavedSnapshot | None = None
-        if body.template:
-            template = self._saved.origin(body.template)
-        elif body.image is None or is_base(body.image):
+        if template is None and (body.image is None or is_base(body.image)):
             template = self._find(BASE)
         return Plan(
             shape=MachineShape(build.vcpus, build.memory_mib),
@@ -176,6 +184,7 @@ class TemplateService:
             template=template,
             start_cmd=body.start_cmd.strip(),
             ready_cmd=body.ready_cmd.strip(),
+            min_free_mib=build.min_free_mib,
             force=body.force,
         )
 

@@ -1,0 +1,209 @@
+"""Snapshots that other nodes committed: found in the repository by name, and recorded here so that sandboxes start.
+
+Nothing of memory and disk is copied: the records name volumes of the layer server, which reads what a guest touches.
+Only the device state is fetched, some 20 kB.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+import structlog
+from pydantic import TypeAdapter, ValidationError
+
+from aenv.errors import CorruptFileError, InvalidRequestError, NotFoundError, SnapshotNotFoundError
+from aenv.orchestrator import catalog
+from aenv.orchestrator.model import SavedSnapshot
+from aenv.orchestrator.publication import Attributes
+from aenv.orchestrator.records import Origin
+from aenv.orchestrator.saved import SavedSnapshots
+from aenv.orchestrator.store import Store
+from aenv.orchestrator.volumes import Volumes
+from aenv.snapshot.manifest import Manifest, Volume
+from aenv.snapshot.model import Committed, DiskLayer, MemoryBase, Snapshot, volume_id
+from aenv.snapshot.repository import Repository
+from aenv.storage.layout import Layout, remove
+
+log = structlog.get_logger()
+
+FRESH = 5.0  # seconds for which an imported name is used without asking the repository again
+_ATTRIBUTES: TypeAdapter[Attributes] = TypeAdapter(Attributes)
+
+
+class Imports:
+    def __init__(self, layout: Layout, store: Store, repository: Repository, volumes: Volumes, owner: str) -> None:
+        self._layout = layout
+        self._store = store
+        self._repository = repository
+        self._volumes = volumes
+        self._owner = owner
+        self._saved = SavedSnapshots(store)
+        self._listed: list[SavedSnapshot] = []
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._checked: dict[tuple[str, str], float] = {}
+
+    async def origin(self, text: str) -> Origin:
+        """What sandboxes and builds start from: a template or snapshot of this node, else one of the repository.
+
+        Raises NotFoundError, SourceError, CorruptFileError.
+        """
+        try:
+            found = self._saved.origin(text)
+        except NotFoundError as error:
+            try:
+                return await self.find(text)
+            except SnapshotNotFoundError:
+                raise error from None
+        if isinstance(found, SavedSnapshot) and found.imported:
+            return await self.find(text)  # it may have another content now
+        return found
+
+    async def inherit(self, name: str | None) -> None:
+        """Record what the repository has under a name that is about to get another content, so that its id stays."""
+        if name is not None:
+            with contextlib.suppress(SnapshotNotFoundError):
+                await self.find(name)
+
+    async def delete(self, saved: SavedSnapshot) -> None:
+        """Remove an imported snapshot, with all its names, for every node. Raises SourceError."""
+        with contextlib.suppress(SnapshotNotFoundError):
+            await asyncio.to_thread(self._repository.delete, saved.snapshot_id)
+        self.forget(saved)
+
+    def others(self) -> Iterable[SavedSnapshot]:
+        """Snapshots of other nodes that the last listing of the repository had, and that are not recorded here."""
+        rows = self._store.saved.rows
+        return [saved for saved in self._listed if saved.id not in rows]
+
+    async def refresh(self) -> None:
+        """List the repository. Raises SourceError."""
+        self._listed = await asyncio.to_thread(self._list)
+
+    def _list(self) -> list[SavedSnapshot]:
+        tags = {entry.snapshot: entry.tag for entry in self._repository.names()}
+        found = []
+        for manifest in self._repository.list():
+            with contextlib.suppress(CorruptFileError):
+                saved = _saved(manifest, tags.get(manifest.id, catalog.DEFAULT_TAG))
+                if saved.sandbox_id and manifest.id in tags:
+                    found.append(saved)
+        return found
+
+    async def find(self, text: str) -> SavedSnapshot:
+        """The snapshot that the repository has under a name or id, recorded here.
+
+        Raises SnapshotNotFoundError, SourceError, CorruptFileError.
+        """
+        try:
+            reference = catalog.parse(text)
+        except InvalidRequestError:
+            raise SnapshotNotFoundError(text[:200]) from None
+        key = (reference.name, reference.tag or catalog.DEFAULT_TAG)
+        async with self._locks[reference.name]:
+            known = self._known(*key)
+            if known is not None and time.monotonic() - self._checked.get(key, -FRESH) < FRESH:
+                return known
+            try:
+                snapshot_id = await asyncio.to_thread(self._repository.resolve, *key)
+            except SnapshotNotFoundError:
+                self.forget(known)
+                raise SnapshotNotFoundError(text) from None
+            self._checked[key] = time.monotonic()
+            if known is not None and known.snapshot_id == snapshot_id:
+                return known
+            return await self._take(snapshot_id, key[1])
+
+    def forget(self, saved: SavedSnapshot | None) -> None:
+        """Drop the record of an imported snapshot; sandboxes made from it go on."""
+        if saved is not None and saved.imported and saved.id in self._store.saved.rows:
+            with self._store.transaction():
+                self._store.saved.delete(saved.id)
+
+    def _known(self, name: str, tag: str) -> SavedSnapshot | None:
+        imported = (s for s in self._store.saved.rows.values() if s.imported and s.tag == tag)
+        return next((s for s in imported if name in (s.name, s.id.partition(":")[0])), None)
+
+    async def _take(self, snapshot_id: str, tag: str) -> SavedSnapshot:
+        manifest, claim = await asyncio.to_thread(self._repository.acquire, snapshot_id, self._owner)
+        try:
+            async with self._volumes.keeping(manifest.digests()):
+                state = await self._fetch_state(manifest)
+                saved = _saved(manifest, tag)
+                with self._store.transaction():
+                    if snapshot_id not in self._store.snapshots.rows:
+                        self._record(manifest)
+                    self._store.saved.put(saved)
+        except BaseException:
+            if snapshot_id not in self._store.snapshots.rows:
+                remove(self._layout.snapshot(snapshot_id))
+            raise
+        finally:
+            await asyncio.to_thread(claim.release)
+        log.info("imported a snapshot", snapshot=snapshot_id, name=saved.name, state=str(state))
+        return saved
+
+    async def _fetch_state(self, manifest: Manifest) -> Path | None:
+        path = self._layout.state(manifest.id)
+        if manifest.state is None or manifest.id in self._store.snapshots.rows:
+            return None
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        await asyncio.to_thread(self._repository.fetch, manifest.state, path)
+        return path
+
+    def _record(self, manifest: Manifest) -> None:
+        disk = self._put_volume(manifest.disk)
+        self._store.layers.put(DiskLayer(disk, None, "raw"))
+        memory: str | None = None
+        if manifest.memory is not None:
+            memory = self._put_volume(manifest.memory)
+            self._store.memory.put(MemoryBase(memory, sum(layer.size for layer in manifest.memory.layers)))
+        self._store.snapshots.put(
+            Snapshot(
+                id=manifest.id,
+                owner=None,
+                memory_base=memory,
+                delta_bytes=0,
+                disk=disk,
+                shape=manifest.shape,
+                disk_mib=manifest.disk_mib,
+                fingerprint=manifest.fingerprint,
+                guest_token=manifest.guest_token,
+                created_at=manifest.created_at,
+                parent=manifest.parent,
+            )
+        )
+
+    def _put_volume(self, volume: Volume) -> str:
+        name = volume_id(volume)
+        self._store.committed.put(Committed(name, volume))
+        return name
+
+
+def _saved(manifest: Manifest, tag: str) -> SavedSnapshot:
+    try:
+        attributes = _ATTRIBUTES.validate_python(dict(manifest.attributes))
+    except ValidationError as error:
+        raise CorruptFileError(
+            f"Snapshot {manifest.id} of the repository does not say how to start it: {error.errors()[0]['msg']}.",
+            "Another program or version committed it.",
+        ) from error
+    return SavedSnapshot(
+        id=attributes.public_id if tag == catalog.DEFAULT_TAG else f"{attributes.public_id}:{tag}",
+        name=attributes.name,
+        tag=tag,
+        snapshot_id=manifest.id,
+        sandbox_id=attributes.sandbox_id,
+        vcpus=manifest.shape.vcpus,
+        memory_mib=manifest.shape.memory_mib,
+        disk_mib=manifest.disk_mib,
+        envd_version=attributes.envd_version,
+        created_at=manifest.created_at,
+        updated_at=manifest.created_at,
+        env_vars=attributes.env_vars,
+        default_user=attributes.default_user,
+        default_workdir=attributes.default_workdir,
+        imported=True,
+    )

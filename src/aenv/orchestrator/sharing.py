@@ -1,0 +1,91 @@
+"""A node and the repository: it publishes its snapshots, finds those of other nodes, and claims what it uses."""
+
+import asyncio
+import socket
+import uuid
+from pathlib import Path
+
+import structlog
+
+from aenv.errors import AenvError
+from aenv.orchestrator.files import SnapshotFiles
+from aenv.orchestrator.imports import Imports
+from aenv.orchestrator.model import SavedSnapshot, Template
+from aenv.orchestrator.publication import Publication
+from aenv.orchestrator.store import Store
+from aenv.orchestrator.volumes import LayerServer, Volumes
+from aenv.snapshot.commit import Committer
+from aenv.snapshot.repository import Repository
+from aenv.storage.layout import Layout
+
+log = structlog.get_logger()
+
+LISTING = 60.0  # seconds between two listings of the repository
+
+
+def node_name(path: Path) -> str:
+    """What claims call this node, the same in all its lives: kept in a file."""
+    try:
+        return path.read_text().strip()
+    except FileNotFoundError:
+        host = "".join(c if c.isalnum() or c in "-." else "-" for c in socket.gethostname())
+        name = f"{host.strip('-.')[:64] or 'node'}-{uuid.uuid4().hex[:8]}"
+        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+        temporary.write_text(name + "\n")
+        temporary.replace(path)
+        return name
+
+
+class Sharing:
+    def __init__(
+        self, layout: Layout, store: Store, repository: Repository, server: LayerServer, name: str, place: str
+    ) -> None:
+        """``name`` is this node's, ``place`` the repository's."""
+        self._layout = layout
+        self._store = store
+        self._repository = repository
+        self._committer = Committer(repository, layout.commits, f"{name}.commits")
+        self._place = place
+        self.volumes = Volumes(store, server, repository, f"{name}.volumes")
+        self.imports = Imports(layout, store, repository, self.volumes, f"{name}.imports")
+        self.publication: Publication | None = None
+        self._listing: asyncio.Task[None] | None = None
+
+    async def start(self, files: SnapshotFiles) -> None:
+        """After recovery. A repository that cannot be reached is tried again, and keeps nothing else from working."""
+        files.on_forget = self.volumes.forget
+        await self.volumes.start()
+        self.publication = Publication(
+            self._layout, self._store, files, self._repository, self._committer, self._place
+        )
+        self._store.saved.on_change = self._saved_changed
+        self._store.templates.on_change = self._template_changed
+        self.publication.start()
+        self._listing = asyncio.create_task(self._list(), name="repository-listing")
+
+    def _saved_changed(self, before: SavedSnapshot | None, after: SavedSnapshot | None) -> None:
+        assert self.publication is not None
+        if any(saved is not None and not saved.imported for saved in (before, after)):
+            self.publication.kick()
+
+    def _template_changed(self, before: Template | None, after: Template | None) -> None:
+        assert self.publication is not None
+        if before is None or after is None or (before.tags, before.aliases) != (after.tags, after.aliases):
+            self.publication.kick()
+
+    async def _list(self) -> None:
+        while True:
+            try:
+                await self.imports.refresh()
+            except (AenvError, OSError) as error:
+                log.warning("the repository could not be listed", error=str(error))
+            await asyncio.sleep(LISTING)
+
+    async def close(self) -> None:
+        """Published snapshots and claims stay; the next life of the node goes on with what was under way."""
+        if self._listing is not None:
+            self._listing.cancel()
+        if self.publication is not None:
+            await self.publication.close()
+        await self.volumes.close()
+        await asyncio.to_thread(self._repository.close)

@@ -1,0 +1,119 @@
+"""Volumes of the repository that VMs of this node read on demand: made available before a VM opens them, and kept.
+
+A volume is a file of the layer server. It is there until the host restarts, so it is asked for before each use; its
+layers stay in the repository while this node's claim names them, whoever deletes the snapshot that they came from.
+"""
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Protocol
+
+import structlog
+
+from aenv.background import Background
+from aenv.errors import AenvError, NotFoundError
+from aenv.orchestrator.store import Store
+from aenv.snapshot.manifest import Volume
+from aenv.snapshot.model import is_volume
+from aenv.snapshot.reachability import chain
+from aenv.snapshot.repository import Claim, Repository
+
+log = structlog.get_logger()
+
+
+class LayerServer(Protocol):
+    """What this node asks of the layer server: see ``aenv.storage.layerd.client``."""
+
+    async def ensure_running(self) -> bool: ...
+
+    async def export(self, name: str, volume: Volume) -> Path: ...
+
+    async def unexport(self, name: str) -> object: ...
+
+
+def volumes_of(store: Store, disk: str, memory_base: str | None) -> list[str]:
+    """Ids of the volumes that a VM on that disk layer and memory base reads."""
+    names = [layer.id for layer in chain(store.layers.rows, disk)]
+    if memory_base is not None:
+        names.append(memory_base)
+    return [name for name in names if is_volume(name)]
+
+
+class Volumes:
+    def __init__(self, store: Store, server: LayerServer, repository: Repository, owner: str) -> None:
+        """``owner`` names this node in claims."""
+        self._store = store
+        self._server = server
+        self._repository = repository
+        self._owner = owner
+        self._claim: Claim | None = None
+        self._claiming = asyncio.Lock()
+        self._coming: Counter[str] = Counter()  # digests that records are about to name
+        self.background = Background()
+
+    async def start(self) -> None:
+        """Claim what former lives of this node left recorded, instead of the claims that they held.
+
+        A repository that cannot be reached does not keep the node from starting: those claims hold on for hours.
+        """
+        try:
+            await self._claim_anew()
+            kept = [self._claim] if self._claim is not None else []
+            await asyncio.to_thread(self._repository.drop_claims, self._owner, kept)
+        except AenvError as error:
+            log.warning("layers in use could not be claimed; trying again with the next use", error=str(error))
+
+    async def ensure(self, disk: str, memory_base: str | None = None) -> None:
+        """Have as files all volumes below a disk layer, and the memory base. Raises SourceError."""
+        names = volumes_of(self._store, disk, memory_base)
+        if not names:
+            return
+        await self._server.ensure_running()
+        for name in names:
+            await self._server.export(name, self._store.committed[name].volume)
+
+    @asynccontextmanager
+    async def keeping(self, digests: Iterable[str]) -> AsyncIterator[None]:
+        """Claim layers that records written inside will name. Raises SourceError."""
+        names = list(digests)
+        self._coming.update(names)
+        try:
+            async with self._claiming:
+                if self._claim is None:
+                    self._claim = await asyncio.to_thread(self._repository.claim, names, self._owner)
+                else:
+                    await asyncio.to_thread(self._claim.add, names)
+            yield
+        finally:
+            self._coming.subtract(names)
+            self._coming += Counter()  # drops zeros
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Their records are gone."""
+        if names := list(names):
+            self.background.spawn(self._forget(names))
+
+    async def _forget(self, names: list[str]) -> None:
+        for name in names:
+            if name not in self._store.committed.rows:  # it was not imported again meanwhile
+                with contextlib.suppress(NotFoundError):
+                    await self._server.unexport(name)
+        await self._claim_anew()
+
+    async def _claim_anew(self) -> None:
+        """One claim of exactly what is in use, then let the one before go."""
+        async with self._claiming:
+            used = (row.volume.layers for row in self._store.committed.rows.values() if is_volume(row.id))
+            digests = {layer.digest for layers in used for layer in layers} | set(self._coming)
+            claim = await asyncio.to_thread(self._repository.claim, digests, self._owner) if digests else None
+            former, self._claim = self._claim, claim
+            if former is not None:
+                await asyncio.to_thread(former.release)
+
+    async def close(self) -> None:
+        """The claim stays, since VMs and records do; it is dropped by the next life of the node, or expires."""
+        await self.background.settle()
