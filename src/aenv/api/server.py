@@ -1,12 +1,15 @@
 """uvicorn settings that the proxy depends on."""
 
+import asyncio
 import logging
+from typing import cast
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from aenv.api.app import Application
 from aenv.config import Settings
+from aenv.proxy.joined import HeadJoiner
 from aenv.proxy.websocket import MAX_MESSAGE
 
 MAX_HEAD = 256 * 1024  # bytes of a request's head
@@ -27,7 +30,7 @@ def uvicorn_config(app: Application, settings: Settings, *, grace: int = 10) -> 
         host=settings.host,
         port=settings.port,
         loop="none",
-        http=_BoundedProtocol,
+        http=_Protocol,
         ws="websockets-sansio",
         ws_max_size=MAX_MESSAGE,
         ws_ping_interval=None,
@@ -44,11 +47,14 @@ def uvicorn_config(app: Application, settings: Settings, *, grace: int = 10) -> 
     )
 
 
-class _BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with a bound on request heads, which it does not have with httptools."""
+class _Protocol(HttpToolsProtocol):
+    """uvicorn's protocol with joined answers, and with a bound on request heads, which it has not with httptools."""
 
     _head_bytes = 0
     _in_head = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(cast(asyncio.Transport, HeadJoiner(transport)))
 
     def on_message_begin(self) -> None:
         self._head_bytes = 0
