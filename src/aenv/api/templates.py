@@ -61,6 +61,8 @@ async def by_alias(alias: str, context: Ctx, service: ServiceOrNone) -> schemas.
         template = catalog.resolve(await context.orchestrator.templates(), {}, alias)
         return schemas.TemplateAlias(template_id=template.id, public=template.public)
     except (InvalidRequestError, NotFoundError):
+        if service is not None and service.has_name(alias.partition(":")[0]):
+            raise TemplateNotFoundError(alias[:200]) from None  # it is a template's, which has no such tag
         with suppress(SnapshotNotFoundError):
             return schemas.TemplateAlias(template_id=(await context.orchestrator.snapshot(alias)).id, public=True)
         raise TemplateNotFoundError(alias[:200]) from None

@@ -288,6 +288,10 @@ class TemplateService:
             raise TemplateNotFoundError(name)
         return template
 
+    def has_name(self, name: str) -> bool:
+        """Whether it is a template's name or id, without a tag; also before its first build has finished."""
+        return self._template_id(name.lower()) is not None or bool(self.builds_of(name))
+
     def template_id(self, name: str) -> str:
         """The id of a template, also of one whose first build has not finished. Raises TemplateNotFoundError."""
         reference = catalog.parse(name)
