@@ -38,6 +38,7 @@ from bench.by_hand import (
     run_command,
 )
 from bench.calls import calls, listing, streams
+from bench.layer_server import layer_server
 from bench.report import Report, Row, console
 
 MIB = 1 << 20
@@ -324,6 +325,7 @@ async def main(rounds: int, minutes: float, folder: Path) -> None:
         parts.append(lambda: calls(sdk, bench.host_of, bench.report, rounds))
         parts.append(lambda: streams(sdk, bench.report, minutes))
         parts.append(lambda: listing(node, bench.report, rounds))
+        parts.append(lambda: layer_server(bench.report))
         for part in parts:
             await asyncio.to_thread(part)
         bench.report.show()

@@ -79,30 +79,28 @@ class Server(LayerServer):
         super().__init__(config, {"backend": "test", "path": str(self.far.folder)}, MODULE)
 
     def processes(self) -> dict[str, list[int]]:
-        """Pids by role: keep (or adopt), serve."""
-        found: dict[str, list[int]] = {"keep": [], "adopt": [], "serve": []}
+        """Pids by role: keeper, server."""
+        found: dict[str, list[int]] = {"keeper": [], "server": []}
         wanted = str(self.config.runtime).encode()
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 try:
-                    command = (entry / "cmdline").read_bytes().split(b"\0")
-                    state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+                    ours = wanted in (entry / "cmdline").read_bytes()  # of a zombie: empty
+                    role = (entry / "comm").read_text().strip().removeprefix("layerd-")
                 except OSError:
                     continue
-                ours = state != "Z" and len(command) > 4 and wanted in command[4]
-                if ours and command[3].decode() in found:
-                    found[command[3].decode()].append(int(entry.name))
+                if ours and role in found:
+                    found[role].append(int(entry.name))
         return found
 
     @property
     def server_pid(self) -> int:
-        (pid,) = self.processes()["serve"]
+        (pid,) = self.processes()["server"]
         return pid
 
     @property
     def keeper_pid(self) -> int:
-        found = self.processes()
-        (pid,) = found["keep"] + found["adopt"]
+        (pid,) = self.processes()["keeper"]
         return pid
 
     def kill9(self) -> None:
@@ -110,7 +108,7 @@ class Server(LayerServer):
 
     def destroy(self) -> None:
         """End it by force. Nothing is left mounted, whatever state it is in."""
-        for role in ("keep", "adopt", "serve"):  # the keeper first: it would start another server
+        for role in ("keeper", "server"):  # the keeper first: it would start another server
             for pid in self.processes()[role]:
                 os.kill(pid, signal.SIGKILL)
         for pid in [p for pids in self.processes().values() for p in pids]:

@@ -121,7 +121,7 @@ async def test_files_are_what_their_layers_say(server: Server) -> None:
         (path.parent / "other").stat()
     stats = await server.stats()
     assert stats["exports"]["disk"]["touched"] == SIZE
-    assert stats["total"]["fetched"] >= SIZE * 3 // 4
+    assert stats["total"]["fetched"] > SIZE // 2
 
 
 async def test_a_directory_of_many_files(server: Server) -> None:
@@ -141,13 +141,13 @@ async def test_kill_9_with_many_readers(server: Server, tmp_path: Path) -> None:
     path = await server.export("disk", volume)
     inode = path.stat().st_ino
     server.far.faults(all={"latency": 0.01})
-    readers = [await reader(path, expected, seed) for seed in range(6)]
+    readers = [await reader(path, expected, seed, reads=600) for seed in range(6)]
     work = asyncio.gather(*map(result, readers))
     killed: set[int] = set()
     while not work.done() and len(killed) < 8:
-        found = server.processes()["serve"]
+        found = server.processes()["server"]
         if found and found[0] not in killed:
-            await asyncio.sleep(random.uniform(0, 0.3))
+            await asyncio.sleep(random.uniform(0, 0.2))
             os.kill(found[0], signal.SIGKILL)
             killed.add(found[0])
         await asyncio.sleep(0.01)
@@ -251,8 +251,7 @@ async def test_the_keeper_dies(server: Server, tmp_path: Path) -> None:
             os.kill(keeper, signal.SIGKILL)
 
             async def another(old: int = keeper) -> bool:
-                found = server.processes()
-                return len(found["keep"] + found["adopt"]) == 1 and server.keeper_pid != old
+                return server.processes()["keeper"] not in ([], [old])
 
             await until(another, "another keeper")
             drop_page_cache(path)
@@ -326,7 +325,7 @@ async def test_sigterm(server: Server) -> None:
         assert mount.alive(server.config.mount)
 
     async def ended() -> bool:
-        if server.processes()["keep"]:
+        if server.processes()["keeper"]:
             os.kill(server.keeper_pid, signal.SIGTERM)
         return await _gone(server)
 

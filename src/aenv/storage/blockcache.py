@@ -36,7 +36,7 @@ from aenv.storage.source import Source, check_range
 
 log = structlog.get_logger()
 
-BLOCK = 65536  # bytes
+BLOCK = 16384  # bytes; chosen in docs/internals/layer-server.md
 LARGEST_FETCH = 1 << 20  # bytes of one range read; longer ones are split, and go on side by side
 PER_SOURCE = 16  # fetches of one layer at once
 FETCHERS = 512  # fetches at once; a hanging source keeps at most PER_SOURCE of them per layer

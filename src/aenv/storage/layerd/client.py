@@ -87,8 +87,11 @@ class LayerServer:
             await self._start()
             return True
 
-    async def export(self, name: str, volume: VolumeLike) -> Path:
+    async def export(self, name: str, volume: VolumeLike, *, sequential: bool = False) -> Path:
         """A file with the volume's contents. Idempotent.
+
+        ``sequential``: it will be read by read(2), as a disk is, so the kernel reads ahead when that is in order. A
+        memory, which is mapped, must not be: each of its page faults would fetch a megabyte.
 
         Raises ConflictError when the name has other contents, SourceError, CorruptFileError.
         """
@@ -98,6 +101,7 @@ class LayerServer:
             "virtual_size": volume.virtual_size,
             "layers": layers,
             "repository": self._repository,
+            "sequential": sequential,
         }
         return Path((await self._call("export", **request))["path"])
 

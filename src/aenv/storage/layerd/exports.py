@@ -34,10 +34,11 @@ class Export:
     layers: tuple[Layer, ...]  # bottom first
     repository: Mapping[str, Any]
     created: int  # seconds since 1970
+    sequential: bool = False  # read by read(2): the kernel may read far ahead; else page faults are expected
     removed: bool = False  # has no name any more, and goes when nobody has it open
 
 
-def parse(value: Mapping[str, Any]) -> tuple[str, int, tuple[Layer, ...], Mapping[str, Any]]:
+def parse(value: Mapping[str, Any]) -> tuple[str, int, tuple[Layer, ...], Mapping[str, Any], bool]:
     """What a client asks to export. Raises InvalidRequestError."""
     try:
         name, size, repository = value["name"], value["virtual_size"], value["repository"]
@@ -59,7 +60,7 @@ def parse(value: Mapping[str, Any]) -> tuple[str, int, tuple[Layer, ...], Mappin
             or not isinstance(layer.size, int)
         ):
             raise InvalidRequestError(f"{str(layer.digest)[:80]!r} is no layer's digest.", "It is sha256:<64 hex>.")
-    return name, size, layers, repository
+    return name, size, layers, repository, bool(value.get("sequential"))
 
 
 class Exports:
@@ -92,7 +93,12 @@ class Exports:
             ) from error
 
     def add(
-        self, name: str, virtual_size: int, layers: tuple[Layer, ...], repository: Mapping[str, Any]
+        self,
+        name: str,
+        virtual_size: int,
+        layers: tuple[Layer, ...],
+        repository: Mapping[str, Any],
+        sequential: bool = False,
     ) -> tuple[Export, bool]:
         """The export of this name, and whether it is new. Repositories' settings of an old one are renewed.
 
@@ -101,7 +107,7 @@ class Exports:
         with self._lock:
             old = self._by_name.get(name)
             if old is None:
-                export = Export(name, self._next, virtual_size, layers, repository, int(time.time()))
+                export = Export(name, self._next, virtual_size, layers, repository, int(time.time()), sequential)
                 self._next += 1
                 self._save([*self._by_inode.values(), export])
                 self._put(export)

@@ -3,6 +3,7 @@
 import errno
 import os
 import struct
+import time
 from collections.abc import Callable
 
 import structlog
@@ -12,6 +13,7 @@ from aenv.storage.cacheaccount import Account, charge
 from aenv.storage.layerd import protocol
 from aenv.storage.layerd.exports import Export, Exports
 from aenv.storage.layerd.library import Library
+from aenv.storage.layerd.mount import ReadAhead
 from aenv.storage.layerd.protocol import Attributes, FuseError, Op
 from aenv.storage.layerd.shared import Shared
 from aenv.storage.layerd.touched import Touched
@@ -19,6 +21,9 @@ from aenv.storage.layerd.touched import Touched
 log = structlog.get_logger()
 
 LARGEST_READ = 1 << 20
+# The kernel's read-ahead (docs/internals/layer-server.md): around each page fault into a memory, where more is mostly
+# fetched in vain, and ahead of read(2) in order, which scattered reads do not set off.
+MAPPED_KIB, SEQUENTIAL_KIB = 32, 1024
 
 Payload = bytes | bytearray | memoryview
 
@@ -29,16 +34,25 @@ class Filesystem:
     ``gone`` is called with an export that was hidden and that nobody has open any more.
     """
 
-    def __init__(self, exports: Exports, library: Library, shared: Shared, gone: Callable[[Export], None]) -> None:
+    def __init__(
+        self,
+        exports: Exports,
+        library: Library,
+        shared: Shared,
+        read_ahead: ReadAhead,
+        gone: Callable[[Export], None],
+    ) -> None:
         self._exports = exports
         self._library = library
         self._shared = shared
+        self._read_ahead = read_ahead
         self._gone = gone
         self._uid = os.getuid()
         # Written to once, so that its pages exist: a copy from pages that do not is cut short by SIGKILL.
         self._zeros = memoryview(bytes(bytearray(b"\1") * LARGEST_READ).replace(b"\1", b"\0"))
         self.accounts: dict[int, Account] = {}
         self.touched: dict[int, Touched] = {}
+        self._complained: dict[int, float] = {}
         self._calls: dict[int, Callable[[int, int, memoryview], bytes]] = {
             Op.LOOKUP: self._lookup,
             Op.GETATTR: self._getattr,
@@ -74,11 +88,18 @@ class Filesystem:
             data = self._library.open(export).read(offset, length)
         except (AenvError, OSError, MemoryError) as error:
             account.add(errors=1)
-            log.error("a read failed", export=export.name, offset=offset, length=length, error=str(error))
+            self._complain(export, offset, length, error)
             raise FuseError(errno.EIO) from error
         self.touched[inode].add(offset, length)
         account.add(asked=length)
         return self._zeros[:length] if data is None else data
+
+    def _complain(self, export: Export, offset: int, length: int, error: Exception) -> None:
+        """Once per second and file: a guest may repeat its reads for hours."""
+        now = time.monotonic()
+        if now > self._complained.get(export.inode, 0.0) + 1.0:
+            self._complained[export.inode] = now
+            log.error("a read failed", export=export.name, offset=offset, length=length, error=str(error))
 
     def account(self, export: Export) -> Account:
         account = self.accounts.get(export.inode)
@@ -91,6 +112,7 @@ class Filesystem:
         """Drop the figures of a file that is gone."""
         self.accounts.pop(inode, None)
         self.touched.pop(inode, None)
+        self._complained.pop(inode, None)
 
     def _find(self, inode: int) -> Export:
         export = self._exports.by_inode(inode)
@@ -128,6 +150,7 @@ class Filesystem:
         if export is None or (new and export.removed):
             self._shared.released(handle)
             raise FuseError(errno.ENOENT)
+        self._read_ahead.set(SEQUENTIAL_KIB if export.sequential else MAPPED_KIB)
         return protocol.open_reply(handle)
 
     def _release(self, node: int, unique: int, body: memoryview) -> bytes:

@@ -30,7 +30,7 @@ class Handoff:
     lock: int
     alive_read: int
     alive_write: int = -1  # the server's is always -1
-    module: str = MODULE  # what is run as the other process
+    module: str = MODULE  # what is run as another keeper
 
     def descriptors(self) -> tuple[int, ...]:
         fds = (self.device, self.shared, self.listener, self.lock, self.alive_read, self.alive_write)
@@ -50,7 +50,7 @@ class Handoff:
             os.set_inheritable(fd, False)
         return handoff
 
-    def spawn(self, role: str, *more: str, pass_fds: tuple[int, ...] = ()) -> "subprocess.Popen[bytes]":
-        """Start ``role`` ("serve" or "adopt") with these descriptors."""
-        argv = [sys.executable, "-m", self.module, role, self.dump(), *more]
-        return subprocess.Popen(argv, pass_fds=(*self.descriptors(), *pass_fds), stdin=subprocess.DEVNULL)
+    def spawn_keeper(self, server: int) -> "subprocess.Popen[bytes]":
+        """Start a keeper with these descriptors. ``server`` is a pidfd of the server."""
+        argv = [sys.executable, "-m", self.module, "adopt", self.dump(), str(server)]
+        return subprocess.Popen(argv, pass_fds=(*self.descriptors(), server), stdin=subprocess.DEVNULL)

@@ -1,15 +1,20 @@
-"""The keeper: makes the mount, holds its descriptors, and starts the server anew whenever it ends. It does little, so
-that nothing can end it; when it is killed all the same, the server starts another one.
+"""The keeper: makes the mount, holds its descriptors, and forks a server whenever the last one ended. It does little,
+so that nothing can end it; when it is killed all the same, the server starts another one.
+
+The server is a fork and not a new program: it is ready within milliseconds, and it is so while the files of the
+program are being replaced. The keeper has one thread, so forking is safe.
 """
 
 import contextlib
 import fcntl
+import gc
 import os
 import resource
 import select
 import signal
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,12 +27,14 @@ from aenv.storage.layerd.handoff import Handoff
 
 log = structlog.get_logger()
 
+Serve = Callable[[Handoff], None]  # ends its process
+
 UNMOUNTED = 0  # exit status of a server whose mount is gone
 QUICK = 1.0  # seconds: a server that lived shorter is started again only after a wait
 LONGEST_WAIT = 2.0
 
 
-def start(config: Config, module: str) -> None:
+def start(config: Config, module: str, serve: Serve) -> None:
     """Mount, and serve until it is unmounted. Raises ConflictError when one runs already, MountError."""
     config.runtime.mkdir(parents=True, exist_ok=True, mode=0o700)
     lock = os.open(config.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -47,17 +54,19 @@ def start(config: Config, module: str) -> None:
     handoff = Handoff(
         config, session, device, shared.create(), listener.detach(), lock, alive_read, alive_write, module
     )  # fmt: skip
-    Keeper(handoff).run(None)
+    Keeper(handoff, serve).run(None)
 
 
-def adopt(handoff: Handoff, server: int) -> None:
+def adopt(handoff: Handoff, server: int, serve: Serve) -> None:
     """Go on for a keeper that died. ``server`` is a pidfd of the server."""
     _prepare_process()
     log.warning("the keeper had died; another one goes on")
-    Keeper(handoff).run(server)
+    Keeper(handoff, serve).run(server)
 
 
 def _prepare_process() -> None:
+    call_this_process("layerd-keeper")
+    gc.freeze()  # what servers share with the keeper stays shared
     # Layers and cached blocks keep descriptors open.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -65,9 +74,15 @@ def _prepare_process() -> None:
         Path("/proc/self/oom_score_adj").write_text("-900")
 
 
+def call_this_process(name: str) -> None:
+    """For ps and top: at most 15 bytes."""
+    Path("/proc/self/comm").write_text(name)
+
+
 class Keeper:
-    def __init__(self, handoff: Handoff) -> None:
+    def __init__(self, handoff: Handoff, serve: Serve) -> None:
         self._handoff = handoff
+        self._serve = serve
         self._config = handoff.config
 
     def run(self, server: int | None) -> None:
@@ -79,8 +94,8 @@ class Keeper:
             self._await(server)
         while mount.connected(self._handoff.device):
             began = time.monotonic()
-            process = replace(self._handoff, alive_write=-1).spawn("serve")
-            status = process.wait()
+            _, ended = os.waitpid(self._fork(), 0)
+            status = os.waitstatus_to_exitcode(ended)
             if status == UNMOUNTED:
                 break
             log.error("the layer server ended; another one is started", status=status)
@@ -90,6 +105,20 @@ class Keeper:
         self._config.socket.unlink(missing_ok=True)
         self._config.exports.unlink(missing_ok=True)
         log.info("the layer server is stopped")
+
+    def _fork(self) -> int:
+        pid = os.fork()
+        if pid:
+            return pid
+        try:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.close(self._handoff.alive_write)
+            call_this_process("layerd-server")
+            self._serve(replace(self._handoff, alive_write=-1))
+        except BaseException:
+            log.exception("the layer server failed")
+        finally:
+            os._exit(1)
 
     def _await(self, server: int) -> None:
         poll = select.poll()

@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import select
+import threading
 from pathlib import Path
 
 from aenv.errors import AenvError
@@ -20,7 +21,6 @@ SOURCE = "aenv-layers"
 MAX_PAGES = 256  # of one read: 1 MiB, the kernel's own limit (fs.fuse.max_pages_limit)
 # Reads ahead that the kernel may have under way. A file whose source hangs must not use up all of them.
 MAX_BACKGROUND = 512
-READ_AHEAD_KIB = 32  # see docs/internals/layer-server.md for how it was chosen
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mount.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p]
@@ -59,7 +59,6 @@ def make(path: Path) -> tuple[int, Session]:
             )
         try:
             session = _handshake(fd)
-            read_ahead(path, READ_AHEAD_KIB)
         except BaseException:
             _libc.umount2(os.fsencode(path), MNT_DETACH)
             raise
@@ -80,15 +79,26 @@ def _handshake(fd: int) -> Session:
     return session
 
 
-def read_ahead(path: Path, kib: int) -> None:
-    """Set how much the kernel reads around a page fault and ahead of sequential reads.
+class ReadAhead:
+    """How much the kernel reads ahead of sequential reads, and around a page fault.
 
-    Without a writable /sys the kernel's default of 128 KiB stays: more is fetched, nothing else changes.
+    The kernel copies the mount's value into each file as it is opened, after the OPEN was answered. So it is set for
+    every open; when two different files are opened at the very same time, one may get the other's, which costs
+    speed or bytes and nothing else. Without a writable /sys the kernel's 128 KiB stay.
     """
-    device = _mounted(path)
-    if device is not None:
-        with contextlib.suppress(OSError):
-            Path(f"/sys/class/bdi/{device[0]}/read_ahead_kb").write_text(str(kib))
+
+    def __init__(self, path: Path) -> None:
+        device = _mounted(path)
+        self._knob = Path(f"/sys/class/bdi/{device[0]}/read_ahead_kb") if device else None
+        self._lock = threading.Lock()
+        self._now = 0
+
+    def set(self, kib: int) -> None:
+        with self._lock:
+            if self._knob is not None and kib != self._now:
+                with contextlib.suppress(OSError):
+                    self._knob.write_text(str(kib))
+                self._now = kib
 
 
 def alive(path: Path) -> bool:

@@ -44,7 +44,9 @@ class Service:
             config.cache, capacity=config.cache_size, memory=config.memory_size, reserve=config.reserve, policy=policy
         )
         self._library = Library(self.cache, opener or StoredLayers())
-        self._filesystem = Filesystem(self._exports, self._library, self._shared, self._gone)
+        self._filesystem = Filesystem(
+            self._exports, self._library, self._shared, mount.ReadAhead(config.mount), self._gone
+        )
         self._worker = Worker(handoff.device, handoff.session, self._shared, self._filesystem)
 
     def start(self) -> None:
@@ -80,8 +82,8 @@ class Service:
         }
 
     def _export(self, request: dict[str, Any]) -> dict[str, Any]:
-        name, size, layers, repository = parse(request)
-        export, new = self._exports.add(name, size, layers, repository)
+        name, size, layers, repository, sequential = parse(request)
+        export, new = self._exports.add(name, size, layers, repository, sequential)
         try:
             self._library.open(export)
         except BaseException:
@@ -164,8 +166,8 @@ def _watch_keeper(handoff: Handoff) -> None:
         os.close(alive)
         alive, write = os.pipe()
         me = os.pidfd_open(os.getpid())
-        process = replace(handoff, alive_read=alive, alive_write=write).spawn("adopt", str(me), pass_fds=(me,))
+        process = replace(handoff, alive_read=alive, alive_write=write).spawn_keeper(me)
         os.close(me)
         os.close(write)
         threading.Thread(target=process.wait, daemon=True).start()
-        time.sleep(0.1)  # between two keepers that die at once
+        time.sleep(0.5)  # between two that die at once: perhaps the program is being replaced
