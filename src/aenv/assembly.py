@@ -19,7 +19,7 @@ from aenv.network.settings import NetworkSettings
 from aenv.observability.logs import LogStore
 from aenv.observability.recorder import Recorder
 from aenv.observability.sampler import Sampler, Target
-from aenv.orchestrator.capacity import Capacity
+from aenv.orchestrator.capacity import Capacity, free_disk_mib
 from aenv.orchestrator.checkpoint import Checkpoints
 from aenv.orchestrator.machines import Machine, Machines
 from aenv.orchestrator.model import SandboxState
@@ -47,6 +47,7 @@ from aenv.vmm.protocol import Accelerator, MachineShape, Vmm
 log = structlog.get_logger()
 
 ARCHIVES_KEPT = 4  # uploaded archives of the largest size that are kept for later builds
+SHORT = 2  # times ``reserve_disk``: with less room, files that the repository has as well are given up
 BASE = "base"  # alias of the default template, as in E2B
 
 Progress = Callable[[str], None]
@@ -155,7 +156,7 @@ async def running_node(settings: Settings, progress: Progress, *, pause_all: boo
         store.sandboxes.on_change = recorder.on_change
         for sandbox in await recover(store, layout, slots, machines, capacity, vms):
             node.expiry.watch(sandbox)
-        await sharing.start(checkpoints.files)
+        await sharing.start(checkpoints.files, lambda: free_disk_mib(settings.home) < SHORT * settings.reserve_disk)
         checkpoints.files.collect_garbage()
         await ensure_base(settings, layout, store, vmm, slots, guests, shape, artifacts, progress)
         templates = template_service(

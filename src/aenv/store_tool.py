@@ -20,7 +20,6 @@ from aenv.cli import output
 from aenv.cli.output import OutputOption
 from aenv.config import RepositorySettings
 from aenv.errors import AenvError, CapacityError, CorruptFileError, NotFoundError, SnapshotNotFoundError, SourceError
-from aenv.server import load_settings
 from aenv.snapshot.archive import export_snapshot, import_snapshot
 from aenv.snapshot.manifest import LayerRef, Manifest, Volume
 from aenv.snapshot.opening import open_repository
@@ -51,6 +50,8 @@ def root(
             raise NotFoundError(f"{path} is no folder.", "Name the folder of a repository.")
         context.obj = open_repository(RepositorySettings(path=path), path)
     else:
+        from aenv.server import load_settings  # it imports a whole node, which takes longer than most of this work
+
         settings = load_settings()
         context.obj = open_repository(settings.repository, settings.home)
 

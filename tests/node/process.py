@@ -134,7 +134,7 @@ class NodeProcess:
 
     def vm_pids(self) -> list[int]:
         """Processes of VMs of this home, whoever started them."""
-        home = str(self.home).encode()
+        home = f"{self.home}/".encode()
         return [
             pid
             for pid, command in commands()
@@ -152,6 +152,8 @@ class NodeProcess:
 
     def destroy(self) -> None:
         """End everything of this node, also what a failed test left."""
+        # Everything below goes by this path: another one would be somebody else's files and processes.
+        assert self.home.parent == CACHE / "homes" and self.home.name.startswith(f"{self.prefix}-"), self.home
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait()
@@ -162,8 +164,7 @@ class NodeProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         wait_for(lambda: not self.layer_server_pids(), "the layer server to end")
-        if (self.runtime / "layers").exists():
-            subprocess.run(["umount", "--lazy", self.runtime / "layers"], check=False, stderr=subprocess.DEVNULL)
+        subprocess.run(["umount", "--lazy", self.runtime / "layers"], check=False, stderr=subprocess.DEVNULL)
         for name in self.namespaces():
             subprocess.run(["ip", "netns", "delete", name], check=False)
         subprocess.run(

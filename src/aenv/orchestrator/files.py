@@ -46,6 +46,10 @@ class SnapshotFiles:
         self._pinned += Counter()  # drops zeros
         self.collect_garbage()
 
+    def in_use(self, snapshot_id: str) -> bool:
+        """Whether its files must stay exactly as they are now."""
+        return self._pinned[snapshot_id] > 0 or self._machines.launching(snapshot_id)
+
     @contextmanager
     def reading(self, layers: Sequence[DiskLayer]) -> Iterator[None]:
         """Keep these layers, whatever becomes of the records that name them."""

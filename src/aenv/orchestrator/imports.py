@@ -14,16 +14,16 @@ from pathlib import Path
 import structlog
 from pydantic import TypeAdapter, ValidationError
 
-from aenv.errors import CorruptFileError, InvalidRequestError, NotFoundError, SnapshotNotFoundError
+from aenv.errors import AenvError, CorruptFileError, InvalidRequestError, NotFoundError, SnapshotNotFoundError
 from aenv.orchestrator import catalog
 from aenv.orchestrator.model import SavedSnapshot
 from aenv.orchestrator.publication import Attributes
 from aenv.orchestrator.records import Origin
 from aenv.orchestrator.saved import SavedSnapshots
 from aenv.orchestrator.store import Store
-from aenv.orchestrator.volumes import Volumes
-from aenv.snapshot.manifest import Manifest, Volume
-from aenv.snapshot.model import Committed, DiskLayer, MemoryBase, Snapshot, volume_id
+from aenv.orchestrator.volumes import Volumes, put_volumes
+from aenv.snapshot.manifest import Manifest
+from aenv.snapshot.model import Snapshot
 from aenv.snapshot.repository import Repository
 from aenv.storage.layout import Layout, remove
 
@@ -63,9 +63,14 @@ class Imports:
 
     async def inherit(self, name: str | None) -> None:
         """Record what the repository has under a name that is about to get another content, so that its id stays."""
-        if name is not None:
-            with contextlib.suppress(SnapshotNotFoundError):
-                await self.find(name)
+        if name is None or self._saved.find(name) is not None:
+            return
+        try:
+            await self.find(name)
+        except SnapshotNotFoundError:
+            pass
+        except AenvError as error:  # the name gets an id of its own then
+            log.warning("the repository cannot say whether it has a name", name=name, error=str(error))
 
     async def delete(self, saved: SavedSnapshot) -> None:
         """Remove an imported snapshot, with all its names, for every node. Raises SourceError."""
@@ -130,8 +135,11 @@ class Imports:
         manifest, claim = await asyncio.to_thread(self._repository.acquire, snapshot_id, self._owner)
         try:
             async with self._volumes.keeping(manifest.digests()):
-                state = await self._fetch_state(manifest)
                 saved = _saved(manifest, tag)
+                known = self._store.saved.get(saved.id)
+                if known is not None and not known.imported:
+                    return known  # it is this node's own
+                state = await self._fetch_state(manifest)
                 with self._store.transaction():
                     if snapshot_id not in self._store.snapshots.rows:
                         self._record(manifest)
@@ -154,12 +162,7 @@ class Imports:
         return path
 
     def _record(self, manifest: Manifest) -> None:
-        disk = self._put_volume(manifest.disk)
-        self._store.layers.put(DiskLayer(disk, None, "raw"))
-        memory: str | None = None
-        if manifest.memory is not None:
-            memory = self._put_volume(manifest.memory)
-            self._store.memory.put(MemoryBase(memory, sum(layer.size for layer in manifest.memory.layers)))
+        disk, memory = put_volumes(self._store, manifest)
         self._store.snapshots.put(
             Snapshot(
                 id=manifest.id,
@@ -175,11 +178,6 @@ class Imports:
                 parent=manifest.parent,
             )
         )
-
-    def _put_volume(self, volume: Volume) -> str:
-        name = volume_id(volume)
-        self._store.committed.put(Committed(name, volume))
-        return name
 
 
 def _saved(manifest: Manifest, tag: str) -> SavedSnapshot:

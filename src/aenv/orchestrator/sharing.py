@@ -3,11 +3,13 @@
 import asyncio
 import socket
 import uuid
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import structlog
 
 from aenv.errors import AenvError
+from aenv.orchestrator.eviction import Eviction
 from aenv.orchestrator.files import SnapshotFiles
 from aenv.orchestrator.imports import Imports
 from aenv.orchestrator.model import SavedSnapshot, Template
@@ -21,6 +23,7 @@ from aenv.storage.layout import Layout
 log = structlog.get_logger()
 
 LISTING = 60.0  # seconds between two listings of the repository
+EVICTION = 10.0  # seconds between two looks at the disk
 
 
 def node_name(path: Path) -> str:
@@ -49,10 +52,13 @@ class Sharing:
         self.volumes = Volumes(store, server, repository, f"{name}.volumes")
         self.imports = Imports(layout, store, repository, self.volumes, f"{name}.imports")
         self.publication: Publication | None = None
-        self._listing: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
-    async def start(self, files: SnapshotFiles) -> None:
-        """After recovery. A repository that cannot be reached is tried again, and keeps nothing else from working."""
+    async def start(self, files: SnapshotFiles, is_short: Callable[[], bool]) -> None:
+        """After recovery. ``is_short`` says that the disk has less room than it should.
+
+        A repository that cannot be reached is tried again, and keeps nothing else from working.
+        """
         files.on_forget = self.volumes.forget
         await self.volumes.start()
         self.publication = Publication(
@@ -61,7 +67,11 @@ class Sharing:
         self._store.saved.on_change = self._saved_changed
         self._store.templates.on_change = self._template_changed
         self.publication.start()
-        self._listing = asyncio.create_task(self._list(), name="repository-listing")
+        eviction = Eviction(self._layout, self._store, files, self._repository, self.volumes, is_short)
+        self._tasks = [
+            asyncio.create_task(self._regularly(self.imports.refresh, LISTING), name="repository-listing"),
+            asyncio.create_task(self._regularly(eviction.relieve, EVICTION), name="snapshot-eviction"),
+        ]
 
     def _saved_changed(self, before: SavedSnapshot | None, after: SavedSnapshot | None) -> None:
         assert self.publication is not None
@@ -73,18 +83,18 @@ class Sharing:
         if before is None or after is None or (before.tags, before.aliases) != (after.tags, after.aliases):
             self.publication.kick()
 
-    async def _list(self) -> None:
+    async def _regularly(self, work: Callable[[], Awaitable[object]], interval: float) -> None:
         while True:
             try:
-                await self.imports.refresh()
+                await work()
             except (AenvError, OSError) as error:
-                log.warning("the repository could not be listed", error=str(error))
-            await asyncio.sleep(LISTING)
+                log.warning("the repository does not answer as it should; trying again", error=str(error))
+            await asyncio.sleep(interval)
 
     async def close(self) -> None:
         """Published snapshots and claims stay; the next life of the node goes on with what was under way."""
-        if self._listing is not None:
-            self._listing.cancel()
+        for task in self._tasks:
+            task.cancel()
         if self.publication is not None:
             await self.publication.close()
         await self.volumes.close()

@@ -17,8 +17,8 @@ import structlog
 from aenv.background import Background
 from aenv.errors import AenvError, NotFoundError
 from aenv.orchestrator.store import Store
-from aenv.snapshot.manifest import Volume
-from aenv.snapshot.model import is_volume
+from aenv.snapshot.manifest import Manifest, Volume
+from aenv.snapshot.model import Committed, DiskLayer, MemoryBase, is_volume, volume_id
 from aenv.snapshot.reachability import chain
 from aenv.snapshot.repository import Claim, Repository
 
@@ -43,13 +43,30 @@ def volumes_of(store: Store, disk: str, memory_base: str | None) -> list[str]:
     return [name for name in names if is_volume(name)]
 
 
+def put_volumes(store: Store, manifest: Manifest) -> tuple[str, str | None]:
+    """Record a committed snapshot's disk and memory as volumes; their ids. Inside a transaction."""
+
+    def put(volume: Volume) -> str:
+        name = volume_id(volume)
+        store.committed.put(Committed(name, volume))
+        return name
+
+    disk, memory = put(manifest.disk), manifest.memory
+    store.layers.put(DiskLayer(disk, None, "raw"))
+    if memory is None:
+        return disk, None
+    base = put(memory)
+    store.memory.put(MemoryBase(base, sum(layer.size for layer in memory.layers)))
+    return disk, base
+
+
 class Volumes:
     def __init__(self, store: Store, server: LayerServer, repository: Repository, owner: str) -> None:
         """``owner`` names this node in claims."""
         self._store = store
         self._server = server
         self._repository = repository
-        self._owner = owner
+        self.owner = owner
         self._claim: Claim | None = None
         self._claiming = asyncio.Lock()
         self._coming: Counter[str] = Counter()  # digests that records are about to name
@@ -63,7 +80,7 @@ class Volumes:
         try:
             await self._claim_anew()
             kept = [self._claim] if self._claim is not None else []
-            await asyncio.to_thread(self._repository.drop_claims, self._owner, kept)
+            await asyncio.to_thread(self._repository.drop_claims, self.owner, kept)
         except AenvError as error:
             log.warning("layers in use could not be claimed; trying again with the next use", error=str(error))
 
@@ -84,7 +101,7 @@ class Volumes:
         try:
             async with self._claiming:
                 if self._claim is None:
-                    self._claim = await asyncio.to_thread(self._repository.claim, names, self._owner)
+                    self._claim = await asyncio.to_thread(self._repository.claim, names, self.owner)
                 else:
                     await asyncio.to_thread(self._claim.add, names)
             yield
@@ -109,7 +126,7 @@ class Volumes:
         async with self._claiming:
             used = (row.volume.layers for row in self._store.committed.rows.values() if is_volume(row.id))
             digests = {layer.digest for layers in used for layer in layers} | set(self._coming)
-            claim = await asyncio.to_thread(self._repository.claim, digests, self._owner) if digests else None
+            claim = await asyncio.to_thread(self._repository.claim, digests, self.owner) if digests else None
             former, self._claim = self._claim, claim
             if former is not None:
                 await asyncio.to_thread(former.release)
