@@ -47,8 +47,12 @@ def _arguments(command: click.Command) -> list[click.Parameter]:
     return [parameter for parameter in command.params if parameter.param_type_name == "argument"]
 
 
+def _argument_name(parameter: click.Parameter) -> str:
+    return parameter.metavar or (parameter.name or "").upper()
+
+
 def _argument(parameter: click.Parameter) -> str:
-    name = parameter.metavar or (parameter.name or "").upper()
+    name = _argument_name(parameter)
     return name if parameter.required else f"[{name}]"
 
 
@@ -70,7 +74,7 @@ def _parameters(command: click.Command, context: click.Context, formatter: click
             continue
         name, text = record
         if parameter.param_type_name == "argument":
-            arguments.append((parameter.metavar or (parameter.name or "").upper(), text.removesuffix("[required]").strip()))
+            arguments.append((_argument_name(parameter), text.removesuffix("[required]").strip()))
         else:
             options.append((_TYPE.sub(lambda match: _TYPES.get(match[1], "VALUE"), name), text))
     _table(formatter, "Arguments:", [row for row in arguments if row[1]])

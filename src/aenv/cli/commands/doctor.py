@@ -114,10 +114,11 @@ def _server(api: Api, sandbox: bool) -> Iterator[Finding]:
         metrics = node["metrics"]
         disk = metrics["disks"][0]
         free = disk["totalBytes"] - disk["usedBytes"]
+        memory = metrics["memoryTotalBytes"] - metrics["memoryUsedBytes"]
         little = free < disk["totalBytes"] * LITTLE_DISK
         text = (
             f"{node['id']} is {node['status']}: {node['sandboxCount']} sandboxes run, "
-            f"{output.bytes_text(free)} of disk and {output.bytes_text(metrics['memoryTotalBytes'] - metrics['memoryUsedBytes'])} of memory are free"
+            f"{output.bytes_text(free)} of disk and {output.bytes_text(memory)} of memory are free"
         )
         advice = "Delete sandboxes, snapshots or templates, or give the node's home more room." if little else ""
         yield Finding("Node", "warning" if little else "good", text, advice)
