@@ -89,7 +89,7 @@ class Keeper:
         """Until the file system is unmounted. ``server``: a pidfd of one that runs."""
         signal.signal(signal.SIGTERM, self._terminate)
         signal.signal(signal.SIGINT, self._terminate)
-        wait = 0.05
+        wait = 0.0
         if server is not None:
             self._await(server)
         while mount.connected(self._handoff.device):
@@ -99,9 +99,8 @@ class Keeper:
             if status == UNMOUNTED:
                 break
             log.error("the layer server ended; another one is started", status=status)
-            wait = 0.05 if time.monotonic() - began > QUICK else min(wait * 2, LONGEST_WAIT)
-            if wait > 0.05:
-                time.sleep(wait)
+            wait = 0.0 if time.monotonic() - began > QUICK else min(wait * 2 + 0.01, LONGEST_WAIT)
+            time.sleep(wait)
         self._config.socket.unlink(missing_ok=True)
         self._config.exports.unlink(missing_ok=True)
         log.info("the layer server is stopped")
