@@ -21,6 +21,7 @@ from aenv.observability.recorder import Recorder
 from aenv.observability.sampler import Sampler, Target
 from aenv.orchestrator.capacity import Capacity, free_disk_mib
 from aenv.orchestrator.checkpoint import Checkpoints
+from aenv.orchestrator.idle import IdleReclaim
 from aenv.orchestrator.machines import Machine, Machines
 from aenv.orchestrator.model import SandboxState
 from aenv.orchestrator.node import Node
@@ -166,6 +167,9 @@ async def running_node(settings: Settings, progress: Progress, *, pause_all: boo
         pool.start()
         recorder.start(store.sandboxes.rows.values())
         stack.push_async_callback(recorder.close)
+        idle = IdleReclaim(machines.running, settings.idle_reclaim)
+        idle.start()
+        stack.push_async_callback(idle.close)
         sampler.start()
         stack.push_async_callback(sampler.close)
         stack.push_async_callback(_close, node, pause_all)

@@ -110,6 +110,9 @@ class Settings(BaseSettings):
     warm_slots: int = Field(16, ge=0, le=256, description="Network slots made ahead")
     start_timeout: float = Field(60.0, gt=0, description="How long a restored guest may take to answer, seconds")
     boot_timeout: float = Field(180.0, gt=0, description="How long a cold boot may take, seconds")
+    idle_reclaim: float = Field(
+        60.0, ge=0, description="After doing nothing for so long a sandbox's memory goes to the host's swap; 0: never"
+    )
     reserve_memory: int = Field(512, ge=0, description="Host memory kept free; below it creation is refused, MiB")
     reserve_disk: int = Field(1024, ge=0, description="Disk kept free under home, MiB")
 

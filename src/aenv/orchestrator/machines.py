@@ -103,6 +103,10 @@ class Machines:
     def count(self) -> int:
         return len(self._running)
 
+    def running(self) -> list[Machine]:
+        """Those whose guests have been introduced."""
+        return [machine for machine in self._running.values() if machine.ready.done()]
+
     async def launch(
         self, sandbox: Sandbox, snapshot: Snapshot, layer: DiskLayer, *, reboot: bool = False
     ) -> Machine:

@@ -30,7 +30,7 @@ class LayerServer(Protocol):
 
     async def ensure_running(self) -> bool: ...
 
-    async def export(self, name: str, volume: Volume) -> Path: ...
+    async def export(self, name: str, volume: Volume, *, sequential: bool) -> Path: ...
 
     async def unexport(self, name: str) -> object: ...
 
@@ -91,7 +91,9 @@ class Volumes:
             return
         await self._server.ensure_running()
         for name in names:
-            await self._server.export(name, self._store.committed[name].volume)
+            # Files on a disk are read in order, pages of a memory are not.
+            sequential = name != memory_base
+            await self._server.export(name, self._store.committed[name].volume, sequential=sequential)
 
     @asynccontextmanager
     async def keeping(self, digests: Iterable[str]) -> AsyncIterator[None]:

@@ -121,6 +121,9 @@ class Vm(Protocol):
     async def grow_disk(self, size: int) -> None:
         """Make the root disk ``size`` bytes large, which its guest is told; never smaller."""
 
+    async def reclaim(self) -> bool:
+        """Let the host have memory that the guest does not use now; whether it could. The guest runs on."""
+
     async def wait(self) -> int | None:
         """Wait until the process has ended; its exit status, or None when it was not our child."""
 

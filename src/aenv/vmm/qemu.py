@@ -24,7 +24,7 @@ from aenv.errors import CapacityError, VmmError
 from aenv.storage import qcow2
 from aenv.storage.lsmt import disk_errors
 from aenv.vmm import memory as ram
-from aenv.vmm import process, qemu_command
+from aenv.vmm import process, qemu_command, reclaim
 from aenv.vmm.protocol import (
     CaptureStats,
     Fingerprint,
@@ -254,6 +254,9 @@ class QemuVm:
     async def grow_disk(self, size: int) -> None:
         node, _ = await self._root()
         await self._qmp.execute("block_resize", {"node-name": node, "size": size})
+
+    async def reclaim(self) -> bool:
+        return await self._blocking(lambda: reclaim.page_out(self._mapped()))
 
     async def _drop_nodes(self, names: set[str]) -> None:
         """Close what is no longer in use. A node that was added by name stays open until told, with all below."""
