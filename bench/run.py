@@ -38,8 +38,11 @@ from bench.by_hand import (
     run_command,
 )
 from bench.calls import calls, listing, streams
+from bench.cold_start import cold_start
+from bench.density import density
 from bench.layer_server import layer_server
 from bench.report import Report, Row, console
+from bench.snapshots import captures, commits, stalls
 
 MIB = 1 << 20
 CHILDREN = 16
@@ -303,7 +306,7 @@ class Bench:
 
 
 async def main(rounds: int, minutes: float, folder: Path) -> None:
-    node = NodeProcess(folder, prefix="aenvb", cidr=NODE_CIDR, warm_vms="4", log_level="info")
+    node = NodeProcess(folder, prefix="aenvb", cidr=NODE_CIDR, warm_vms="4", log_level="debug")
     raw_network = NetworkSettings(prefix="aenvr", pool_cidr=RAW_CIDR, runtime_dir=folder)
     slots = SlotPool(raw_network, 0)
     taken: list[NetworkSlot] = []
@@ -325,7 +328,13 @@ async def main(rounds: int, minutes: float, folder: Path) -> None:
         parts.append(lambda: calls(sdk, bench.host_of, bench.report, rounds))
         parts.append(lambda: streams(sdk, bench.report, minutes))
         parts.append(lambda: listing(node, bench.report, rounds))
+        parts.append(lambda: stalls(node, sdk, bench.report))
+        parts.append(lambda: captures(folder, bench.report, rounds))
+        base = max((node.home / "memory").iterdir(), key=lambda path: path.stat().st_blocks)
+        parts.append(lambda: commits(base, folder, bench.report))
         parts.append(lambda: layer_server(bench.report))
+        parts.append(lambda: cold_start(folder, bench.report))
+        parts.append(lambda: density(node, sdk, CHILDREN))
         for part in parts:
             await asyncio.to_thread(part)
         bench.report.show()

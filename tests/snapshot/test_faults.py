@@ -12,8 +12,8 @@ from aenv.errors import AenvError, CapacityError, InvalidRequestError, SourceErr
 from aenv.snapshot.posix import PosixStore
 from aenv.snapshot.s3 import S3Store
 from aenv.snapshot.shared import SharedRepository
-from tests.snapshot.conftest import ACCESS, SECRET, S3Server
 from tests.snapshot.proxy import FaultyProxy
+from tests.snapshot.s3_server import ACCESS, SECRET, S3Server
 from tests.snapshot.things import commit_files, make_file
 
 ID, OTHER = "ab" * 10, "cd" * 10

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.snapshot.conftest import S3Server
+from tests.snapshot.s3_server import S3Server
 from tests.snapshot.things import make_file
 
 
