@@ -1,4 +1,4 @@
-"""The first sandbox of a snapshot on a node that never saw it, from an S3 server: what it reads, how long it takes."""
+"""A snapshot's first sandbox on a node that never saw it, from an S3 server: what it reads, how long it takes."""
 
 import asyncio
 import json
