@@ -22,7 +22,7 @@ from aenv.snapshot.manifest import LayerRef, Manifest, Volume, dump
 from aenv.snapshot.posix import PosixStore
 from aenv.snapshot.shared import SharedRepository, file_digest
 from aenv.vmm.protocol import Accelerator, Fingerprint, MachineShape
-from bench.report import Report, Row, console
+from bench.report import Report, Row
 
 MIB = 1 << 20
 SHARED = 5  # layers that all snapshots have in common; each has one more of its own
@@ -150,6 +150,13 @@ def many(report: Report, folder: Path, count: int) -> None:
     assert node.verify(deep=False).clean
 
 
+def repository(report: Report, folder: Path, mib: int = 400, snapshots: int = 10_000) -> None:
+    """Both measurements; layers are stored and fetched in ``folder``."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        transfers(report, folder, mib)
+        many(report, Path(memory), snapshots)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--snapshots", type=int, default=10_000)
@@ -159,13 +166,8 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     report = Report()
-    with (
-        tempfile.TemporaryDirectory(dir=arguments.folder) as disk,
-        tempfile.TemporaryDirectory(dir="/dev/shm") as memory,
-    ):
-        transfers(report, Path(disk), arguments.mib)
-        console.print("making snapshots")
-        many(report, Path(memory), arguments.snapshots)
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as disk:
+        repository(report, Path(disk), arguments.mib, arguments.snapshots)
     report.show()
 
 

@@ -42,6 +42,7 @@ from bench.cold_start import cold_start
 from bench.density import density
 from bench.layer_server import layer_server
 from bench.report import Report, Row, console
+from bench.repository import repository
 from bench.snapshots import captures, commits, stalls
 
 MIB = 1 << 20
@@ -332,6 +333,7 @@ async def main(rounds: int, minutes: float, folder: Path) -> None:
         parts.append(lambda: captures(folder, bench.report, rounds))
         base = max((node.home / "memory").iterdir(), key=lambda path: path.stat().st_blocks)
         parts.append(lambda: commits(base, folder, bench.report))
+        parts.append(lambda: repository(bench.report, folder))
         parts.append(lambda: layer_server(bench.report))
         parts.append(lambda: cold_start(folder, bench.report))
         parts.append(lambda: density(node, sdk, CHILDREN))

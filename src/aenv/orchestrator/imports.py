@@ -42,6 +42,7 @@ class Imports:
         self._owner = owner
         self._saved = SavedSnapshots(store)
         self._listed: list[SavedSnapshot] = []
+        self.deleted = 0  # committed snapshots, since the start
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._checked: dict[tuple[str, str], float] = {}
 
@@ -76,6 +77,7 @@ class Imports:
         """Remove an imported snapshot, with all its names, for every node. Raises SourceError."""
         with contextlib.suppress(SnapshotNotFoundError):
             await asyncio.to_thread(self._repository.delete, saved.snapshot_id)
+            self.deleted += 1
         self.forget(saved)
 
     def others(self) -> Iterable[SavedSnapshot]:

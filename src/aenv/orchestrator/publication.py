@@ -113,6 +113,7 @@ class Publication:
         self._changed = asyncio.Event()
         self._idle = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self.deleted = 0  # committed snapshots, since the start
 
     def start(self) -> None:
         self._changed.set()
@@ -255,3 +256,4 @@ class Publication:
             return
         with contextlib.suppress(SnapshotNotFoundError):
             await asyncio.to_thread(self._repository.delete, snapshot_id)
+            self.deleted += 1

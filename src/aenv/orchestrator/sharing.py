@@ -4,6 +4,7 @@ import asyncio
 import socket
 import uuid
 from collections.abc import Awaitable, Callable
+from datetime import timedelta
 from pathlib import Path
 
 import structlog
@@ -24,6 +25,8 @@ log = structlog.get_logger()
 
 LISTING = 60.0  # seconds between two listings of the repository
 EVICTION = 10.0  # seconds between two looks at the disk
+COLLECTION = 300.0  # seconds between two looks whether this node deleted snapshots, whose layers are collected then
+GRACE = timedelta(minutes=10)  # layers younger than this are left alone
 
 
 def node_name(path: Path) -> str:
@@ -53,6 +56,7 @@ class Sharing:
         self.imports = Imports(layout, store, repository, self.volumes, f"{name}.imports")
         self.publication: Publication | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._collected = 0  # of the snapshots that were deleted
 
     async def start(self, files: SnapshotFiles, is_short: Callable[[], bool]) -> None:
         """After recovery. ``is_short`` says that the disk has less room than it should.
@@ -71,6 +75,7 @@ class Sharing:
         self._tasks = [
             asyncio.create_task(self._regularly(self.imports.refresh, LISTING), name="repository-listing"),
             asyncio.create_task(self._regularly(eviction.relieve, EVICTION), name="snapshot-eviction"),
+            asyncio.create_task(self._regularly(self._collect, COLLECTION), name="repository-collection"),
         ]
 
     def _saved_changed(self, before: SavedSnapshot | None, after: SavedSnapshot | None) -> None:
@@ -90,6 +95,17 @@ class Sharing:
             except (AenvError, OSError) as error:
                 log.warning("the repository does not answer as it should; trying again", error=str(error))
             await asyncio.sleep(interval)
+
+    async def _collect(self) -> None:
+        """Free the layers of snapshots that this node deleted, but those that others name or use."""
+        assert self.publication is not None
+        deleted = self.publication.deleted + self.imports.deleted
+        if deleted == self._collected:
+            return
+        report = await asyncio.to_thread(self._repository.gc, GRACE)
+        log.info("collected layers of the repository", layers=report.layers_deleted, bytes=report.bytes_freed)
+        if not report.young:
+            self._collected = deleted
 
     async def close(self) -> None:
         """Published snapshots and claims stay; the next life of the node goes on with what was under way."""
