@@ -256,7 +256,7 @@ class QemuVm:
         await self._qmp.execute("block_resize", {"node-name": node, "size": size})
 
     async def reclaim(self) -> bool:
-        return await self._blocking(lambda: reclaim.page_out(self._mapped()))
+        return await self._blocking(lambda: reclaim.has_swap() and reclaim.page_out(self._mapped()))
 
     async def _drop_nodes(self, names: set[str]) -> None:
         """Close what is no longer in use. A node that was added by name stays open until told, with all below."""

@@ -2,42 +2,48 @@
 
 QEMU cannot discard pages of a guest whose memory is a read-only file (``ram_block_discard_range`` refuses): neither a
 balloon nor free page reporting would free anything. But the kernel pages out what it is told is not needed soon:
-``process_madvise(2)`` with ``MADV_PAGEOUT``. With zram or zswap as swap a zeroed page costs nothing, others a third;
-without swap only pages of the shared base file are let go, which the page cache keeps anyway.
+``process_madvise(2)`` with ``MADV_PAGEOUT``. With zram or zswap as swap a zeroed page costs nothing, others a third.
+Pages of the base file are left alone: they are shared, and the kernel drops them without being asked.
 """
 
 import ctypes
 import errno
 import os
+from pathlib import Path
+
+import numpy as np
 
 from aenv.errors import VmmError
-from aenv.vmm.memory import Mapping
+from aenv.vmm.memory import IOV_MAX, PAGE, Mapping, private_runs
 
 MADV_PAGEOUT = 21  # linux/mman.h, since Linux 5.4
 SYS_PROCESS_MADVISE = 440  # since Linux 5.10, the same number on every architecture
-CHUNK = 32 << 20  # bytes of one call: the kernel holds the process's memory map while it works
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class _Range(ctypes.Structure):
-    """struct iovec."""
-
-    _fields_ = (("start", ctypes.c_void_p), ("length", ctypes.c_size_t))
+def has_swap(table: Path = Path("/proc/swaps")) -> bool:
+    """Whether the host has anywhere to page out to (proc_swaps(5): a header, then a line for each)."""
+    return len(table.read_text().splitlines()) > 1
 
 
 def page_out(mapping: Mapping) -> bool:
-    """Let the host have the pages of a VM's memory; whether the kernel can do that. Blocks while it writes to swap.
+    """Let the host have the pages that are a VM's own; whether the kernel can do that. Blocks while they are written.
 
     Raises VmmError when the process is gone.
     """
+    first, length = private_runs(mapping)
+    page = np.uint64(PAGE)
+    ranges = np.ascontiguousarray(np.stack((first * page + np.uint64(mapping.start), length * page), axis=1))
     try:
         descriptor = os.pidfd_open(mapping.pid)
     except ProcessLookupError as error:
         raise VmmError(f"Process {mapping.pid} is gone.") from error
     try:
-        for at in range(0, mapping.size, CHUNK):
-            piece = _Range(mapping.start + at, min(CHUNK, mapping.size - at))
-            done = _libc.syscall(SYS_PROCESS_MADVISE, descriptor, ctypes.byref(piece), 1, MADV_PAGEOUT, 0)
+        for at in range(0, len(ranges), IOV_MAX):
+            part = ranges[at : at + IOV_MAX]  # of struct iovec
+            done = _libc.syscall(
+                SYS_PROCESS_MADVISE, descriptor, ctypes.c_void_p(part.ctypes.data), len(part), MADV_PAGEOUT, 0
+            )
             if done < 0:
                 code = ctypes.get_errno()
                 if code in (errno.ENOSYS, errno.EPERM, errno.EINVAL):
