@@ -146,6 +146,14 @@ class NodeProcess:
         runtime = str(self.runtime).encode()
         return [pid for pid, command in commands() if b"aenv.storage.layerd" in command and runtime in command]
 
+    def kill_layer_server(self) -> None:
+        """It and its keeper. Each starts the other again, so neither may run while the other dies."""
+        for sent in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in self.layer_server_pids():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, sent)
+        wait_for(lambda: not self.layer_server_pids(), "the layer server to end")
+
     def namespaces(self) -> list[str]:
         folder = Path("/run/netns")
         return sorted(p.name for p in folder.glob(f"{self.prefix}-*")) if folder.exists() else []
@@ -160,10 +168,7 @@ class NodeProcess:
         for pid in self.vm_pids():
             os.kill(pid, signal.SIGKILL)
         wait_for(lambda: not self.vm_pids(), "VMs to end")
-        for pid in self.layer_server_pids():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        wait_for(lambda: not self.layer_server_pids(), "the layer server to end")
+        self.kill_layer_server()
         subprocess.run(["umount", "--lazy", self.runtime / "layers"], check=False, stderr=subprocess.DEVNULL)
         for name in self.namespaces():
             subprocess.run(["ip", "netns", "delete", name], check=False)

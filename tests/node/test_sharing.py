@@ -11,12 +11,13 @@ from pathlib import Path
 
 import httpx
 import pytest
-from e2b import NotFoundException, Sandbox
+from e2b import NotFoundException, Sandbox, SandboxException
 
 from aenv.config import RepositorySettings
 from aenv.snapshot.opening import open_repository
 from aenv.snapshot.shared import SharedRepository
 from tests.node.process import NodeProcess, wait_for
+from tests.snapshot.s3_server import S3Server, s3_server
 
 CLEAR = "sudo sh -c 'sync; echo 3 > /proc/sys/vm/drop_caches'; "
 
@@ -76,6 +77,12 @@ def first(cluster: Cluster) -> NodeProcess:
 @pytest.fixture(scope="module")
 def second(cluster: Cluster) -> NodeProcess:
     return cluster.add()
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    with s3_server(tmp_path_factory.mktemp("s3")) as server:
+        yield server
 
 
 def published(node: NodeProcess) -> set[str]:
@@ -151,7 +158,7 @@ def test_a_name_gets_another_content_and_goes(cluster: Cluster, first: NodeProce
     assert there.files.read("version") == "1", "a sandbox keeps what it was made from"
     with cluster.api(second) as api:
         assert api.delete(f"/templates/{one}").status_code == 204
-    with pytest.raises(NotFoundException):
+    with pytest.raises(SandboxException, match="not found"):
         cluster.create(second, "moving")
     collect(cluster)
     read = "cat version; find /usr/lib -type f | head -300 | xargs cat | wc -c"
@@ -213,9 +220,7 @@ def test_the_layer_server_dies_under_a_running_sandbox(
     second.start()
     assert there.commands.run(CLEAR + "cat d/* | sha256sum").stdout == expected
     # Without keeper and server there is no file below the VM any more; sandboxes start again all the same.
-    for pid in second.layer_server_pids():
-        os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: not second.layer_server_pids(), "both to end")
+    second.kill_layer_server()
     later = cluster.create(second, "steady")
     assert later.commands.run("cat d/* | sha256sum").stdout == expected
     later.kill()
@@ -296,3 +301,25 @@ def test_a_repository_that_cannot_be_written_delays_and_loses_nothing(
     assert there.files.read("f") == "kept"
     there.kill()
     source.kill()
+
+
+def test_a_snapshot_from_a_bucket(cluster: Cluster, first: NodeProcess, second: NodeProcess, s3: S3Server) -> None:
+    """The same through a real S3 server, whose credentials the layer server has from the node."""
+    settings = s3.settings("node-test").model_dump(exclude_defaults=True)
+    bucket = {f"repository__{name}": str(value) for name, value in settings.items()}
+    for node in (first, second):
+        node.restart(**bucket)
+    source = cluster.create(first)
+    source.commands.run("head -c 3M /dev/urandom > big; sha256sum big > sum")
+    save(cluster, first, source, "bucket")
+    there = cluster.create(second, "bucket")
+    assert there.commands.run(CLEAR + "sha256sum -c sum").exit_code == 0
+    # What was read is in the node's own cache; without the server it is enough for what it has read.
+    assert any((second.home / "cache").rglob("*"))
+    there.pause()
+    there.connect()
+    assert there.commands.run("sha256sum -c sum").exit_code == 0
+    there.kill()
+    source.kill()
+    for node in (first, second):
+        node.restart(repository__backend="posix_fs")
