@@ -87,7 +87,14 @@ class Imports:
 
     async def refresh(self) -> None:
         """List the repository. Raises SourceError."""
-        self._listed = await asyncio.to_thread(self._list)
+        own = self._own()
+        listed = await asyncio.to_thread(self._list)
+        own |= self._own()
+        self._listed = [saved for saved in listed if saved.snapshot_id not in own]
+
+    def _own(self) -> set[str]:
+        """What this node published: listed by its own records, and not at all once those are gone."""
+        return {row.snapshot_id for row in self._store.published.rows.values()}
 
     def _list(self) -> list[SavedSnapshot]:
         tags = {entry.snapshot: entry.tag for entry in self._repository.names()}
@@ -118,6 +125,10 @@ class Imports:
             except SnapshotNotFoundError:
                 self.forget(known)
                 raise SnapshotNotFoundError(text) from None
+            given = self._store.published.get(f"{key[0]}:{key[1]}")
+            if given is not None and given.snapshot_id == snapshot_id:
+                # This node gave the name, and is asked here because its record is gone: it will be taken back.
+                raise SnapshotNotFoundError(text)
             self._checked[key] = time.monotonic()
             if known is not None and known.snapshot_id == snapshot_id:
                 return known
