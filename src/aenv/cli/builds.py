@@ -1,13 +1,13 @@
 """Template builds from the client's side: request, start, follow the log to the end, clean up after Ctrl-C."""
 
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from aenv.cli import session
+from aenv.cli import output, session
+from aenv.cli.table import printable
 from aenv.client.api import Api, Json
 from aenv.client.transport import ApiError
 from aenv.errors import AenvError
@@ -84,6 +84,15 @@ def run(api: Api, build: Build, body: Json, show: Callable[[Json], None]) -> Non
         api.start_build(build.template_id, build.build_id, body)
         for entry in entries(api, build):
             show(entry)
+    except (KeyboardInterrupt, SystemExit):
+        discard(api, build)
+        if not build.is_new:
+            # The API can cancel a build with its template only.
+            output.complain(
+                f"The build of {build.name} cannot be cancelled: the server goes on with it.",
+                f"`aenv template watch {build.name}` follows it; the template changes if it succeeds.",
+            )
+        raise
     except BaseException:
         discard(api, build)
         raise
@@ -102,27 +111,28 @@ class Printer:
     def __init__(self, headings: Mapping[str, str] | None = None) -> None:
         """``headings`` replace the server's own lines for steps, by number; an empty one hides the step."""
         self._headings = headings or {}
-        self._bold, self._dim, self._end = ("\033[1m", "\033[2m", "\033[0m") if _coloured() else ("", "", "")
 
     def show(self, entry: Json) -> None:
         step, message = entry.get("step"), entry["message"]
-        cached = message.startswith("CACHED [")
         if _is_heading(message, step):
             ours = self._headings.get(step or "")
-            if ours != "":
-                self.heading((ours or message) + (f"  {self._end}{self._dim}cached" if ours and cached else ""))
+            if ours is None:
+                self.heading(message)
+            elif ours:
+                self.heading(ours, "cached" if message.startswith("CACHED [") else "")
         elif step in ("base", "finalize"):
             self.heading(message)
         else:
-            print(f"  {self._dim}{message}{self._end}", file=sys.stderr, flush=True)
+            self._write(f"  {output.styled(printable(message), output.DIM, sys.stderr)}")
 
-    def heading(self, text: str) -> None:
-        print(f"{self._bold}{text}{self._end}", file=sys.stderr, flush=True)
+    def heading(self, text: str, remark: str = "") -> None:
+        remark = f"  {output.styled(remark, output.DIM, sys.stderr)}" if remark else ""
+        self._write(output.styled(printable(text), output.BOLD, sys.stderr) + remark)
+
+    @staticmethod
+    def _write(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
 
 
 def _is_heading(message: str, step: str | None) -> bool:
     return message.removeprefix("CACHED ").startswith(f"[{step}/")
-
-
-def _coloured() -> bool:
-    return sys.stderr.isatty() and not os.environ.get("NO_COLOR")

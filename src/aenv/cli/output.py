@@ -1,115 +1,78 @@
-"""What commands print: tables for a person, JSON for a program, sizes and times in words.
-
-``rich`` is imported when a table is drawn, and not for JSON.
-"""
+"""What commands print: tables for a person, JSON for a program, sizes and times in words."""
 
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any, TextIO
 
-import typer
+from aenv.cli import table as tables
+from aenv.cli.table import Cell, Column
 
-if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-
-
-class Format(StrEnum):
-    TABLE = "table"
-    JSON = "json"
-
-
-OutputOption = Annotated[
-    Format | None,
-    typer.Option(
-        "-o",
-        "--output",
-        help="table or json; a table on a terminal, else JSON.",
-        show_default=False,
-        metavar="FORMAT",
-    ),
-]
-QuietOption = Annotated[bool, typer.Option("-q", "--quiet", help="Print ids only.")]
+_COLOURS = {
+    "running": "32",
+    "ready": "32",
+    "paused": "33",
+    "building": "36",
+    "waiting": "36",
+    "error": "31",
+}
+DIM, BOLD, GREEN, YELLOW, RED = "2", "1", "32", "33", "31"
+# Keys, texts, and everything else that has a colour, in indented JSON.
+_JSON = re.compile(r'(?P<key>"(?:\\.|[^"\\])*")(?=:)|(?P<text>"(?:\\.|[^"\\])*")|(?P<other>\b(?:true|false|null)\b)')
+_JSON_COLOURS = {"key": "1;34", "text": "32", "other": "35"}
 
 
-def wants_json(chosen: Format | None) -> bool:
-    return chosen is Format.JSON or (chosen is None and not sys.stdout.isatty())
+def colours(stream: TextIO) -> bool:
+    """Whether ``stream`` is a terminal that shows colours, and the user wants them (https://no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def styled(text: str, code: str, stream: TextIO | None = None) -> str:
+    return f"\033[{code}m{text}\033[0m" if code and text.strip() and colours(stream or sys.stdout) else text
+
+
+def wants_json(chosen: str | None) -> bool:
+    return chosen == "json" or (chosen is None and not sys.stdout.isatty())
 
 
 def print_json(value: object) -> None:
     """Indented, and coloured on a terminal."""
     text = json.dumps(value, indent=2, ensure_ascii=False)
-    if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
-        from rich.json import JSON
-
-        console().print(JSON(text))
-    else:
-        print(text)
+    if colours(sys.stdout):
+        text = _JSON.sub(lambda match: f"\033[{_JSON_COLOURS[match.lastgroup or 'text']}m{match[0]}\033[0m", text)
+    print(text)
 
 
-def console(*, stderr: bool = False) -> "Console":
-    from rich.console import Console
-
-    # Without a terminal a table is as wide as its content: nothing is cut off in a file.
-    terminal = (sys.stderr if stderr else sys.stdout).isatty()
-    return Console(stderr=stderr, highlight=False, width=None if terminal else 10_000, soft_wrap=not terminal)
+def width() -> int | None:
+    """Columns of the terminal that standard output is; None if it is none: nothing is cut off in a file."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
-def table(
-    columns: Sequence[str], rows: Iterable[Sequence["RenderableType"]], *, right: Sequence[str] = (), empty: str = ""
-) -> None:
-    """Print rows under their columns; columns named in ``right`` are numbers. ``empty`` is said without any."""
-    from rich.table import Table
-
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", show_edge=False)
-    for index, name in enumerate(columns):
-        made.add_column(
-            name,
-            justify="right" if name in right else "left",
-            no_wrap=True,
-            overflow="ellipsis",
-            min_width=len(name) if index else None,
-        )
-    count = 0
-    for row in rows:
-        made.add_row(*row)
-        count += 1
-    if count == 0 and empty:
+def table(columns: Sequence[Column], rows: Iterable[Sequence[str | Cell]], *, empty: str = "") -> None:
+    """Print rows under their columns; ``empty`` is said without any."""
+    found = list(rows)
+    if not found and empty:
         print(empty)
         return
-    console().print(made)
+    for line in tables.lines(columns, found, width=width(), colours=colours(sys.stdout)):
+        print(line)
 
 
-def details(entries: Iterable[tuple[str, "RenderableType"]]) -> None:
+def details(entries: Iterable[tuple[str, str | Cell]]) -> None:
     """Print names and values of one thing, below each other."""
-    from rich.table import Table
-
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
-    made.add_column(style="bold", no_wrap=True)
-    made.add_column(overflow="fold")
-    for name, value in entries:
-        made.add_row(name, value)
-    console().print(made)
+    found = [(name, value if isinstance(value, Cell) else Cell(value)) for name, value in entries]
+    longest = max((len(name) for name, _ in found), default=0)
+    for name, value in found:
+        print(f"{styled(name.ljust(longest), BOLD)}  {styled(tables.printable(value.text), value.style)}".rstrip())
 
 
-_COLOURS = {
-    "running": "green",
-    "ready": "green",
-    "paused": "yellow",
-    "building": "cyan",
-    "waiting": "cyan",
-    "error": "red",
-}
-
-
-def state(name: str) -> str:
-    """With rich's markup: the colour says the same as the word."""
-    colour = _COLOURS.get(name, "white")
-    return f"[{colour}]{name}[/]"
+def state(name: str) -> Cell:
+    """The colour says the same as the word."""
+    return Cell(name, _COLOURS.get(name, ""))
 
 
 def say(message: str) -> None:
@@ -118,18 +81,37 @@ def say(message: str) -> None:
         print(message, file=sys.stderr)
 
 
+def complain(message: str, hint: str = "") -> None:
+    """An error on standard error: what happened, then what to do."""
+    print(f"{styled('error:', '1;31', sys.stderr)} {message}", file=sys.stderr)
+    if hint:
+        print(styled(hint, DIM, sys.stderr), file=sys.stderr)
+
+
 def bytes_text(count: float) -> str:
     """``512 MiB``, ``1.5 GiB``."""
+    number, unit = _scaled(count)
+    return f"{number} {unit}"
+
+
+def share_text(used: float, total: float) -> str:
+    """``35 of 465 MiB``, ``262 MiB of 3.9 GiB``."""
+    number, unit = _scaled(used)
+    whole, whole_unit = _scaled(total)
+    return f"{number} of {whole} {unit}" if unit == whole_unit else f"{number} {unit} of {whole} {whole_unit}"
+
+
+def _scaled(count: float) -> tuple[str, str]:
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
             break
         count /= 1024
-    return f"{count:.0f} {unit}" if unit == "B" or count >= 10 or count == int(count) else f"{count:.1f} {unit}"
+    return (f"{count:.0f}" if unit == "B" or count >= 10 or count == int(count) else f"{count:.1f}"), unit
 
 
 def duration_text(seconds: float) -> str:
     """The two largest units: ``45s``, ``3m 20s``, ``2h 5m``, ``4d 1h``."""
-    whole = max(0, int(seconds))
+    whole = max(0, round(seconds))
     parts: list[str] = []
     for unit, size in (("d", 86400), ("h", 3600), ("m", 60), ("s", 1)):
         if whole >= size or (unit == "s" and not parts):
@@ -150,13 +132,14 @@ def age(text: str, now: datetime | None = None) -> str:
     return duration_text(((now or datetime.now(UTC)) - moment(text)).total_seconds())
 
 
+def left(text: str, now: datetime | None = None) -> str:
+    """How long it is until a time of the API."""
+    return duration_text((moment(text) - (now or datetime.now(UTC))).total_seconds())
+
+
 def local_time(text: str) -> str:
     return moment(text).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
 def metadata_text(metadata: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in metadata.items())
-
-
-def width() -> int:
-    return shutil.get_terminal_size().columns

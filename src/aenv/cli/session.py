@@ -1,63 +1,20 @@
-"""What commands share: the server, finding a sandbox by a part of its id, times as users write them."""
+"""What commands share: the server, finding a sandbox by a part of its id, undoing what Ctrl-C interrupts."""
 
-import re
-from collections.abc import Callable
-from typing import Annotated, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
-import typer
+from click.exceptions import Exit
 
 from aenv import __version__
+from aenv.cli import output
 from aenv.client import account
 from aenv.client.api import Api, Json
 from aenv.client.sandbox import SandboxClient
-from aenv.client.transport import ApiError, Transport
+from aenv.client.transport import ApiError, Reply, Transport
 from aenv.errors import AenvError
 
 Made = TypeVar("Made")
-
-
-def complete_sandbox(incomplete: str) -> list[tuple[str, str]]:
-    """Ids for a shell's completion, each with a remark; none when the server cannot be asked."""
-    try:
-        found = connect().sandboxes()
-    except AenvError:
-        return []
-    return [
-        (item["sandboxID"], f"{item.get('alias', '')} {item['state']}".strip())
-        for item in found
-        if item["sandboxID"].startswith(incomplete)
-    ]
-
-
-def complete_template(incomplete: str) -> list[str]:
-    """Names of templates for a shell's completion."""
-    try:
-        found = connect().templates()
-    except AenvError:
-        return []
-    return [name for item in found for name in item["names"] if name.startswith(incomplete)]
-
-
-SandboxArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="SANDBOX",
-        help="Id of the sandbox, or the beginning of it.",
-        show_default=False,
-        autocompletion=complete_sandbox,
-    ),
-]
-SandboxesArgument = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="SANDBOX...",
-        help="Ids, or beginnings of ids.",
-        show_default=False,
-        autocompletion=complete_sandbox,
-    ),
-]
-
-_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def connect() -> Api:
@@ -75,7 +32,7 @@ def connect() -> Api:
 class _Transport(Transport):
     """Adds to the server's errors what a user of the command line can do about them."""
 
-    def request(self, *arguments, **options):  # type: ignore[no-untyped-def]
+    def request(self, *arguments: Any, **options: Any) -> Reply:
         try:
             return super().request(*arguments, **options)
         except ApiError as error:
@@ -99,35 +56,41 @@ def find(api: Api, name: str) -> Json:
     raise AenvError(f"There is no sandbox {name!r}.", "`aenv ls` lists them.")
 
 
+@contextmanager
+def naming(kind: str, name: str) -> Iterator[None]:
+    """Words for what the server does not find. ``kind`` is ``template`` or ``snapshot``. Raises AenvError."""
+    try:
+        yield
+    except ApiError as error:
+        if error.status != 404:
+            raise
+        raise AenvError(f"There is no {kind} {name!r}.", f"`aenv {kind.split()[0]} ls` lists them.") from error
+
+
+def each(names: Sequence[str], work: Callable[[str], str]) -> None:
+    """Do ``work`` to everything named and say what it gives. What fails does not keep the others from it.
+
+    Raises the error of a single one; Exit with 1 when one of several failed.
+    """
+    failed = False
+    for name in names:
+        try:
+            output.say(work(name))
+        except AenvError as error:
+            if len(names) == 1:
+                raise
+            output.complain(error.message if name in error.message else f"{name}: {error.message}", error.hint)
+            failed = True
+    if failed:
+        raise Exit(1)
+
+
 def guest(api: Api, sandbox: Json) -> SandboxClient:
     """To the inside of a running sandbox. Raises AenvError when it is paused."""
     name = sandbox["sandboxID"]
     if sandbox.get("state") == "paused":
         raise AenvError(f"Sandbox {name} is paused.", f"Resume it with `aenv resume {name}`.")
     return SandboxClient(api.transport, name, sandbox.get("envdAccessToken"))
-
-
-def seconds(text: str) -> int:
-    """A time such as ``90``, ``90s``, ``15m``, ``2h`` or ``1d``. Raises AenvError."""
-    match = re.fullmatch(r"(\d+)([smhd]?)", text.strip())
-    if match is None:
-        raise AenvError(f"{text!r} is not a length of time.", "Write 90, 90s, 15m, 2h or 1d.")
-    return int(match[1]) * _UNITS[match[2]]
-
-
-def pairs(entries: list[str], what: str) -> dict[str, str]:
-    """``NAME=VALUE`` entries; a name alone takes its value from the environment. Raises AenvError."""
-    import os
-
-    found = {}
-    for entry in entries:
-        name, equals, value = entry.partition("=")
-        if not equals:
-            if name not in os.environ or what != "variable":
-                raise AenvError(f"{entry!r} is not NAME=VALUE.")
-            value = os.environ[name]
-        found[name] = value
-    return found
 
 
 def undoable(make: Callable[[], Made], undo: Callable[[Made], object]) -> Made:

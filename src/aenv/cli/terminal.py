@@ -102,6 +102,8 @@ class Terminal:
             with raw(stdin):
                 ended = self._follow(stream, stdin)
                 while isinstance(ended, Lost):
+                    if self._pid == 0:  # it never started
+                        raise ended.reason
                     self._tell("\r\naenv: the connection was lost; trying to get back ...")
                     ended = self._follow(self._again(ended), stdin, redraw=True)
                 return ended
@@ -139,8 +141,6 @@ class Terminal:
                     self._started.set()
                 else:
                     outcome = event
-        except CommandRefusedError as error:
-            outcome = Lost(error)
         except AenvError as error:
             outcome = Lost(error)
         finally:
@@ -189,8 +189,6 @@ class Terminal:
 
     def _again(self, lost: Lost) -> ProcessStream:
         """A new stream of the same program. Raises LostError with the terminal in order."""
-        if self._pid == 0:
-            raise lost.reason
         deadline = time.monotonic() + RECONNECT
         reason = lost.reason
         while time.monotonic() < deadline:

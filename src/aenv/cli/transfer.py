@@ -7,55 +7,19 @@ keeps modes, times and links and takes one request where a folder may have thous
 import os
 import posixpath
 import shutil
-import sys
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
+from aenv.cli.progress import progress
 from aenv.client.sandbox import SandboxClient
 from aenv.errors import AenvError
-
-Advance = Callable[[int], None]
 
 # $1 the archive, $2 the folder to unpack into. The archive goes, however it ends.
 UNPACK = 'mkdir -p "$2" && tar -C "$2" -xpf "$1" -o; code=$?; rm -f "$1"; exit $code'
 # $1 the folder to pack; prints the archive's path.
 PACK = 'file=$(mktemp) && tar -C "$1" -cf "$file" . && echo "$file" || { code=$?; rm -f "$file"; exit $code; }'
-
-
-@contextmanager
-def progress(what: str) -> Iterator[tuple[Advance, Callable[[int | None], None]]]:
-    """``advance`` by bytes, and ``begin`` with the number of all; drawn on standard error if that is a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda _: None, lambda _: None
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    columns: list[Any] = [
-        TextColumn("{task.description}", table_column=None),
-        BarColumn(bar_width=30),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(compact=True),
-    ]
-    with Progress(*columns, console=Console(stderr=True, highlight=False)) as bars:
-        task = bars.add_task(_shortened(what), total=None)
-        yield lambda count: bars.advance(task, count), lambda total: bars.update(task, total=total)
-
-
-def _shortened(name: str) -> str:
-    return name if len(name) <= 32 else f"…{name[-31:]}"
 
 
 # -- into the sandbox
@@ -76,10 +40,10 @@ def upload(client: SandboxClient, source: Path, target: str, *, user: str | None
         if source.is_dir():
             _upload_folder(client, source, target, user)
         else:
-            with source.open("rb") as file, progress(name) as (advance, begin):
+            with source.open("rb") as file, progress(name) as shown:
                 size = os.fstat(file.fileno()).st_size
-                begin(size)
-                client.write(target, file, size, user=user, progress=advance)
+                shown.begin(size)
+                client.write(target, file, size, user=user, progress=shown.advance)
     except OSError as error:
         raise AenvError(f"{error.filename or source} cannot be read: {error.strerror}.") from error
     return target
@@ -93,9 +57,9 @@ def _upload_folder(client: SandboxClient, source: Path, target: str, user: str |
         file.seek(0)
         remote = f"/tmp/.aenv-upload-{os.urandom(8).hex()}.tar"
         try:
-            with progress(f"{source.resolve().name}/") as (advance, begin):
-                begin(size)
-                client.write(remote, file, size, user=user, progress=advance)
+            with progress(f"{source.resolve().name}/") as shown:
+                shown.begin(size)
+                client.write(remote, file, size, user=user, progress=shown.advance)
             _run(client, UNPACK, remote, target, user=user)
         except BaseException:
             with suppress(AenvError):
@@ -134,8 +98,8 @@ def download(client: SandboxClient, source: str, target: Path, *, user: str | No
 def _download_file(client: SandboxClient, source: str, target: Path, user: str | None, mode: int) -> None:
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
-        with part.open("xb") as file, progress(target.name) as (advance, begin):
-            client.read(source, file, user=user, progress=advance, begin=begin)
+        with part.open("xb") as file, progress(target.name) as shown:
+            client.read(source, file, user=user, progress=shown.advance, begin=shown.begin)
         part.chmod(mode & 0o777)
         part.replace(target)
     finally:
@@ -147,8 +111,8 @@ def _download_folder(client: SandboxClient, source: str, target: Path, user: str
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         with tempfile.TemporaryFile() as file:
-            with progress(f"{target.name}/") as (advance, begin):
-                client.read(remote, file, user=user, progress=advance, begin=begin)
+            with progress(f"{target.name}/") as shown:
+                client.read(remote, file, user=user, progress=shown.advance, begin=shown.begin)
             file.seek(0)
             part.mkdir()
             with tarfile.open(fileobj=file) as archive:

@@ -1,18 +1,19 @@
 """``aenv auth``."""
 
 import sys
-from typing import Annotated
 
-import typer
+import click
 
-from aenv.cli import output
-from aenv.cli.help import command, group
+from aenv.cli import help, options, output
+from aenv.cli.help import command
+from aenv.cli.table import Cell
 from aenv.client import account
 from aenv.client.api import Api
 from aenv.client.transport import ApiError, Transport
 from aenv.errors import AenvError
 
-app = group(
+group = help.group(
+    "auth",
     "Log in to a server, show or forget the login.",
     """
 aenv auth login
@@ -23,24 +24,21 @@ aenv auth logout
 
 
 @command(
-    app,
     "login",
     """
 aenv auth login                      # asks for address and key
 aenv auth login --url https://aenv.example.org --key-stdin < key
 """,
+    of=group,
 )
-def login(
-    url: Annotated[
-        str | None, typer.Option("--url", help="Address of the server, such as http://host:8000.", show_default=False)
-    ] = None,
-    key_stdin: Annotated[bool, typer.Option("--key-stdin", help="Read the key from standard input.")] = False,
-) -> None:
+@click.option("--url", metavar="URL", help="Address of the server, such as http://host:8000.")
+@click.option("--key-stdin", is_flag=True, help="Read the key from standard input.")
+def login(url: str | None, key_stdin: bool) -> None:
     """Store a server's address and key in ~/.config/aenv/credentials, if the server accepts them."""
     if url is None and not sys.stdin.isatty():
-        raise AenvError("--url is missing.", "Without a terminal nothing can be asked.")
-    url = (url or typer.prompt("Address", default=account.load().api_url, err=True)).rstrip("/")
-    key = sys.stdin.readline().strip() if key_stdin else typer.prompt("API key", hide_input=True, err=True)
+        raise click.UsageError("--url is missing; without a terminal nothing can be asked.")
+    url = (url or str(click.prompt("Address", default=account.load().api_url, err=True))).rstrip("/")
+    key = sys.stdin.readline().strip() if key_stdin else str(click.prompt("API key", hide_input=True, err=True))
     check(url, key)
     path = account.credentials_path()
     account.save(path, url, key)
@@ -59,8 +57,9 @@ def check(url: str, key: str) -> None:
         raise
 
 
-@command(app, "status", "\naenv auth status\naenv auth status -o json\n")
-def status(form: output.OutputOption = None) -> None:
+@command("status", "\naenv auth status\naenv auth status -o json\n", of=group)
+@options.output_option
+def status(form: str | None) -> None:
     """Show which server and key are used, and where they come from. The exit code is 1 if the key is not valid."""
     found = account.load()
     problem = ""
@@ -87,14 +86,14 @@ def status(form: output.OutputOption = None) -> None:
             [
                 ("Server", f"{found.api_url}, from {found.url_from}"),
                 ("Key", masked),
-                ("Accepted", f"[red]no[/]: {problem}" if problem else "[green]yes[/]"),
+                ("Accepted", Cell(f"no: {problem}", output.RED) if problem else Cell("yes", output.GREEN)),
             ]
         )
     if problem:
-        raise typer.Exit(1)
+        raise click.exceptions.Exit(1)
 
 
-@command(app, "logout", "\naenv auth logout\n")
+@command("logout", "\naenv auth logout\n", of=group)
 def logout() -> None:
     """Forget the stored address and key."""
     path = account.credentials_path()

@@ -4,25 +4,13 @@ import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
 
-from aenv.cli import builds, output, session, stages
-from aenv.cli.commands.pull import (
-    CpuOption,
-    FreshOption,
-    MemoryOption,
-    NameOption,
-    PortOption,
-    ReadyOption,
-    StartOption,
-    port_check,
-    report,
-    start_commands,
-)
+from aenv.cli import builds, options, output, session, stages
+from aenv.cli.commands.pull import port_check, report, start_commands, template_options
 from aenv.cli.context import Archive, Context, inline
-from aenv.cli.help import application, command
+from aenv.cli.help import command
 from aenv.client.api import Api, Json
 from aenv.client.sandbox import BLOCK, SandboxClient
 from aenv.client.transport import Transport
@@ -31,11 +19,8 @@ from aenv.template import dockerfile, dockerfile_plan
 from aenv.template.dockerfile_model import CopyFiles, Plan, Stage, Step
 from aenv.template.steps import Env, Run, User, Workdir
 
-app = application()
-
 
 @command(
-    app,
     "build",
     """
 aenv build Dockerfile --name my-app
@@ -43,43 +28,48 @@ aenv build . -n my-app:v2 --build-arg VERSION=2 --mem 2048
 aenv build deploy/Dockerfile -n my-app --context . --target runtime
 """,
 )
+@click.argument("file", default=".", metavar="DOCKERFILE", help="The Dockerfile, or the folder that it is in.")
+@click.option("--context", metavar="DIR", help="Where COPY copies from; the Dockerfile's folder if left out.")
+@click.option(
+    "--build-arg",
+    type=options.VARIABLE,
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Value of an ARG; the name alone takes the value from here.",
+)
+@click.option("--target", metavar="STAGE", help="Build up to this stage.")
+@click.option("--image", metavar="REF", help="Begin with this image instead of the target's FROM.")
+@template_options
+@click.option("--no-start", is_flag=True, help="Do not run ENTRYPOINT and CMD.")
+@options.output_option
 def build(
-    file: Annotated[
-        Path, typer.Argument(metavar="DOCKERFILE", help="The Dockerfile, or the folder that it is in.")
-    ] = Path(),
-    name: NameOption = None,
-    context: Annotated[
-        Path | None,
-        typer.Option("--context", metavar="DIR", help="Where COPY copies from; the Dockerfile's folder if left out."),
-    ] = None,
-    build_arg: Annotated[
-        list[str] | None, typer.Option("--build-arg", metavar="NAME=VALUE", help="Value of an ARG.")
-    ] = None,
-    target: Annotated[str | None, typer.Option("--target", metavar="STAGE", help="Build up to this stage.")] = None,
-    image: Annotated[
-        str | None, typer.Option("--image", metavar="REF", help="Begin with this image instead of the target's FROM.")
-    ] = None,
-    start: StartOption = None,
-    no_start: Annotated[bool, typer.Option("--no-start", help="Do not run ENTRYPOINT and CMD.")] = False,
-    ready: ReadyOption = None,
-    ready_port: PortOption = None,
-    cpu: CpuOption = None,
-    memory: MemoryOption = None,
-    fresh: FreshOption = False,
-    form: output.OutputOption = None,
+    file: str,
+    context: str | None,
+    build_arg: tuple[tuple[str, str], ...],
+    target: str | None,
+    image: str | None,
+    name: str | None,
+    start: str | None,
+    ready: str | None,
+    ready_port: int | None,
+    cpu: int | None,
+    memory: int | None,
+    fresh: bool,
+    no_start: bool,
+    form: str | None,
 ) -> None:
     """Make a template from a Dockerfile.
 
     Every step runs in a microVM of the server and is cached there. ENTRYPOINT and CMD run at the end, and sandboxes
     find them running; ready is when the first port of EXPOSE is open, unless --ready or --ready-port say otherwise.
     """
-    path = file / "Dockerfile" if file.is_dir() else file
+    path = Path(file) / "Dockerfile" if Path(file).is_dir() else Path(file)
     try:
         text = path.read_text()
     except OSError as error:
         raise AenvError(f"{path} cannot be read: {error.strerror}.") from error
     try:
-        plan = dockerfile_plan.plan(dockerfile.parse(text), session.pairs(build_arg or [], "variable"), target)
+        plan = dockerfile_plan.plan(dockerfile.parse(text), dict(build_arg), target)
     except dockerfile.DockerfileError as error:
         raise AenvError(f"{path}: {error.message}", error.hint) from error
     if image is not None:
@@ -92,7 +82,7 @@ def build(
     for warning in plan.warnings:
         output.say(f"{path}: {warning}")
     api = session.connect()
-    work = _Build(api, path, Context(context or path.parent, path), plan, fresh)
+    work = _Build(api, path, Context(Path(context) if context else path.parent, path), plan, fresh)
     made = work.run(name or path.resolve().parent.name.lower(), commands, cpu, memory)
     report(made, form)
 

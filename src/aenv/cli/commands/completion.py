@@ -1,19 +1,13 @@
 """``aenv completion``."""
 
-from typing import Annotated
+import click
+from click.shell_completion import get_completion_class
 
-import typer
-
-from aenv.cli.help import application, command
-from aenv.errors import AenvError
-
-app = application()
-
-SHELLS = ("bash", "zsh", "fish")
+from aenv.cli.help import command
+from aenv.cli.main import COMPLETE, root
 
 
 @command(
-    app,
     "completion",
     """
 eval "$(aenv completion bash)"       # in ~/.bashrc
@@ -21,12 +15,9 @@ eval "$(aenv completion zsh)"        # in ~/.zshrc, after compinit
 aenv completion fish > ~/.config/fish/completions/aenv.fish
 """,
 )
-def completion(
-    shell: Annotated[str, typer.Argument(help="bash, zsh or fish.", show_default=False)],
-) -> None:
-    """Print the completion script of a shell. It completes commands, options, and ids of sandboxes."""
-    if shell not in SHELLS:
-        raise AenvError(f"There is no completion for {shell!r}.", "There is for bash, zsh and fish.")
-    from typer._completion_shared import get_completion_script
-
-    print(get_completion_script(prog_name="aenv", complete_var="_AENV_COMPLETE", shell=shell))
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]), metavar="SHELL", help="bash, zsh or fish.")
+def completion(shell: str) -> None:
+    """Print the completion script of a shell. It completes commands, options, ids and names."""
+    found = get_completion_class(shell)
+    assert found is not None
+    print(found(root, {}, "aenv", COMPLETE).source())

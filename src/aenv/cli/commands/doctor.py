@@ -5,19 +5,19 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from textwrap import wrap
+from typing import Literal
 
-import typer
+import click
 
-from aenv.cli import output, stages
-from aenv.cli.help import application, command
+from aenv.cli import options, output, stages
+from aenv.cli.help import command
 from aenv.client import account
 from aenv.client.api import Api
 from aenv.client.transport import Transport
 from aenv.errors import AenvError
 
-app = application()
-
+NAME = 9  # cells of the longest name of a finding
 LITTLE_DISK = 0.05  # share of free space below which a warning is due
 
 
@@ -32,7 +32,6 @@ class Finding:
 
 
 @command(
-    app,
     "doctor",
     """
 aenv doctor
@@ -40,10 +39,9 @@ aenv doctor --sandbox                # starts one, runs a command, deletes it
 aenv doctor -o json
 """,
 )
-def doctor(
-    sandbox: Annotated[bool, typer.Option("--sandbox", help="Also start a sandbox and run a command in it.")] = False,
-    form: output.OutputOption = None,
-) -> None:
+@click.option("--sandbox", is_flag=True, help="Also start a sandbox and run a command in it.")
+@options.output_option
+def doctor(sandbox: bool, form: str | None) -> None:
     """Check the connection, the server, and whether this machine can run sandboxes.
 
     The exit code is 1 if something is wrong.
@@ -56,21 +54,22 @@ def doctor(
     if output.wants_json(form):
         output.print_json([asdict(finding) for finding in found])
     if any(finding.result == "bad" for finding in found):
-        raise typer.Exit(1)
+        raise click.exceptions.Exit(1)
 
 
 def _show(finding: Finding) -> None:
-    from rich.markup import escape
-    from rich.table import Table
-
-    mark = {"good": "[green]✓[/]", "warning": "[yellow]![/]", "bad": "[red]✗[/]"}[finding.result]
-    console = output.console()
-    rows = [f"{mark} [bold]{finding.what:<12}[/]  ", escape(finding.text)]
-    grid = Table.grid()
-    grid.add_row(*rows)
-    if finding.advice:
-        grid.add_row("", f"[dim]{escape(finding.advice)}[/]")
-    console.print(grid)
+    mark, colour = {"good": ("✓", output.GREEN), "warning": ("!", output.YELLOW), "bad": ("✗", output.RED)}[
+        finding.result
+    ]
+    head = f"{output.styled(mark, colour)} {output.styled(finding.what.ljust(NAME), output.BOLD)}  "
+    indent = " " * (NAME + 4)
+    width = (output.width() or 10_000) - len(indent)
+    first, *others = wrap(finding.text, width) or [""]
+    print(head + first)
+    for line in others:
+        print(indent + line)
+    for line in wrap(finding.advice, width):
+        print(indent + output.styled(line, output.DIM))
     sys.stdout.flush()
 
 

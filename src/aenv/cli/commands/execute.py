@@ -6,20 +6,16 @@ import signal
 import sys
 import threading
 from contextlib import suppress
-from typing import Annotated
 
-import typer
+import click
 
-from aenv.cli import session, shell
-from aenv.cli.commands.start import UserOption, WorkdirOption
-from aenv.cli.help import application, command
-from aenv.cli.main import complain
+from aenv.cli import options, session, shell
+from aenv.cli.help import command
+from aenv.cli.output import complain
 from aenv.client.connect import Ended, Output, Started
 from aenv.client.sandbox import ProcessStream, SandboxClient
 from aenv.client.transport import UnreachableError
 from aenv.errors import AenvError
-
-app = application()
 
 NOT_RUN = 125  # the code when the command could not be run, as docker's
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL for an interrupted command
@@ -29,7 +25,6 @@ _PLAIN = re.compile(r"[\w@%+:,./-]+")
 
 
 @command(
-    app,
     "exec",
     """
 aenv exec i3zj python3 -c 'print(6 * 7)'
@@ -40,26 +35,31 @@ aenv exec -u root -w /srv i3zj apt-get update
 """,
     context_settings={"allow_interspersed_args": False},
 )
+@options.sandbox_argument()
+@click.argument(
+    "arguments", nargs=-1, required=True, metavar="COMMAND...", type=click.UNPROCESSED, help="Program and arguments."
+)
+@click.option("-t", "--tty", "terminal", is_flag=True, help="Give it a terminal.")
+@click.option("-n", "--no-stdin", is_flag=True, help="Do not pass standard input on.")
+@options.user_option
+@options.workdir_option
+@options.environment_option
 def execute(
-    sandbox: session.SandboxArgument,
-    arguments: Annotated[
-        list[str], typer.Argument(metavar="COMMAND...", help="Program and arguments.", show_default=False)
-    ],
-    terminal: Annotated[bool, typer.Option("-t", "--tty", help="Give it a terminal.")] = False,
-    no_stdin: Annotated[bool, typer.Option("-n", "--no-stdin", help="Do not pass standard input on.")] = False,
-    user: UserOption = None,
-    workdir: WorkdirOption = None,
-    environment: Annotated[
-        list[str] | None, typer.Option("-e", "--env", metavar="NAME=VALUE", help="Variable of the command.")
-    ] = None,
+    sandbox: str,
+    arguments: tuple[str, ...],
+    terminal: bool,
+    no_stdin: bool,
+    user: str | None,
+    workdir: str | None,
+    environment: tuple[tuple[str, str], ...],
 ) -> None:
     """Run a command in a sandbox.
 
     Standard input, output and errors are the command's, and so is the exit code: 128 and the signal's number if one
     ended it, 125 if it could not be run. Ctrl-C ends the command.
     """
-    argv = command_line(arguments)
-    envs = session.pairs(environment or [], "variable")
+    argv = command_line(list(arguments))
+    envs = dict(environment)
     try:
         api = session.connect()
         found = session.find(api, sandbox)
@@ -74,7 +74,7 @@ def execute(
     except AenvError as error:
         complain(error.message, error.hint)
         code = NOT_RUN
-    raise typer.Exit(code)
+    raise click.exceptions.Exit(code)
 
 
 def command_line(arguments: list[str]) -> list[str]:

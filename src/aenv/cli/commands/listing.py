@@ -1,23 +1,29 @@
 """``aenv ls``, ``info`` and ``tree``."""
 
+from collections.abc import Iterator
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated
 from urllib.parse import quote
 
-import typer
+import click
 
-from aenv.cli import output, session
-from aenv.cli.help import application, command
+from aenv.cli import options, output, session, table
+from aenv.cli.help import command
+from aenv.cli.table import Cell, Column
 from aenv.client.api import Json
 
-if TYPE_CHECKING:
-    from rich.tree import Tree
-
-app = application()
+COLUMNS = (
+    Column("SANDBOX"),
+    Column("TEMPLATE", cut=True),
+    Column("STATE"),
+    Column("AGE", right=True),
+    Column("ENDS IN", right=True),
+    Column("CPU", right=True, spare=2),
+    Column("MEMORY", right=True, spare=1),
+    Column("METADATA", cut=True),
+)
 
 
 @command(
-    app,
     "ls",
     """
 aenv ls
@@ -26,23 +32,33 @@ aenv ls -m project=demo -q           # ids only, one a line
 aenv ls -o json | jq '.[].sandboxID'
 """,
 )
+@click.option(
+    "-s",
+    "--state",
+    type=click.Choice(["running", "paused"]),
+    metavar="STATE",
+    help="running or paused; both if left out.",
+)
+@click.option("-t", "--template", metavar="NAME", help="Made from this template.")
+@click.option(
+    "-m",
+    "--metadata",
+    type=options.PAIR,
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="With this metadata; may be repeated.",
+)
+@options.quiet_option
+@options.output_option
 def ls(
-    state: Annotated[
-        str | None, typer.Option("-s", "--state", help="running or paused; both if left out.", show_default=False)
-    ] = None,
-    template: Annotated[
-        str | None, typer.Option("-t", "--template", help="Made from this template.", show_default=False)
-    ] = None,
-    metadata: Annotated[
-        list[str] | None,
-        typer.Option("-m", "--metadata", metavar="NAME=VALUE", help="With this metadata; may be repeated."),
-    ] = None,
-    quiet: output.QuietOption = False,
-    form: output.OutputOption = None,
+    state: str | None,
+    template: str | None,
+    metadata: tuple[tuple[str, str], ...],
+    quiet: bool,
+    form: str | None,
 ) -> None:
     """List sandboxes, newest first."""
-    wanted = session.pairs(metadata or [], "metadata")
-    condition = "&".join(f"{quote(name)}={quote(value)}" for name, value in wanted.items()) or None
+    condition = "&".join(f"{quote(name)}={quote(value)}" for name, value in metadata) or None
     found = session.connect().sandboxes(states=state or "running,paused", template=template, metadata=condition)
     if quiet:
         for item in found:
@@ -54,59 +70,49 @@ def ls(
 
 
 def _table(found: list[Json]) -> None:
-    from rich.markup import escape
-
     now = datetime.now(UTC)
-    with_metadata = any(item["metadata"] for item in found)
-    columns = ["SANDBOX", "TEMPLATE", "STATE", "AGE", "ENDS IN", "CPU", "MEMORY"]
+    shown = len(COLUMNS) if any(item["metadata"] for item in found) else len(COLUMNS) - 1
     output.table(
-        [*columns, "METADATA"] if with_metadata else columns,
+        COLUMNS[:shown],
         (
             [
                 item["sandboxID"],
-                escape(item.get("alias") or item["templateID"]),
+                item.get("alias") or item["templateID"],
                 output.state(item["state"]),
                 output.age(item["startedAt"], now),
-                _ends_in(item, now),
+                "-" if item["state"] == "paused" else output.left(item["endAt"], now),
                 str(item["cpuCount"]),
                 output.bytes_text(item["memoryMB"] << 20),
-                *([escape(output.metadata_text(item["metadata"]))] if with_metadata else []),
-            ]
+                output.metadata_text(item["metadata"]),
+            ][:shown]
             for item in found
         ),
-        right=("CPU", "MEMORY"),
         empty="No sandboxes. `aenv start base` starts one.",
     )
 
 
-def _ends_in(item: Json, now: datetime) -> str:
-    if item["state"] == "paused":
-        return "[dim]-[/]"
-    return output.duration_text((output.moment(item["endAt"]) - now).total_seconds())
-
-
 @command(
-    app,
     "info",
     """
 aenv info i3zj...
 aenv info i3zj... -o json | jq -r .endAt
 """,
 )
-def info(sandbox: session.SandboxArgument, form: output.OutputOption = None) -> None:
+@options.sandbox_argument()
+@options.output_option
+def info(sandbox: str, form: str | None) -> None:
     """Show everything about a sandbox."""
     found = session.find(session.connect(), sandbox)
     if output.wants_json(form):
         output.print_json(found)
         return
-    from rich.markup import escape
-
     now = datetime.now(UTC)
     network, lifecycle = found["network"], found["lifecycle"]
-    rows = [
+    state = output.state(found["state"])
+    rows: list[tuple[str, str | Cell]] = [
         ("Sandbox", found["sandboxID"]),
-        ("State", output.state(found["state"]) + _pause_text(found)),
-        ("Template", escape(_template_text(found))),
+        ("State", Cell(state.text + _pause_text(found), state.style)),
+        ("Template", _template_text(found)),
         ("Started", f"{output.local_time(found['startedAt'])}, {output.age(found['startedAt'], now)} ago"),
         ("Ends", _end_text(found, now)),
         ("Machine", f"{found['cpuCount']} vCPU, {output.bytes_text(found['memoryMB'] << 20)} memory, "
@@ -120,10 +126,11 @@ def info(sandbox: session.SandboxArgument, form: output.OutputOption = None) -> 
         rows.append(("Ports", "with the traffic token only"))
     for name, key in (("Allowed", "allowOut"), ("Denied", "denyOut")):
         if network.get(key):
-            rows.append((name, escape(", ".join(network[key]))))
+            rows.append((name, ", ".join(network[key])))
     if lifecycle["autoResume"]:
         rows.append(("Resumes", "when traffic arrives"))
-    rows += [("Metadata", escape(f"{name}={value}")) for name, value in found["metadata"].items()]
+    pairs = [f"{name}={value}" for name, value in found["metadata"].items()]
+    rows += [("" if index else "Metadata", pair) for index, pair in enumerate(pairs)]
     output.details(rows)
 
 
@@ -140,19 +147,18 @@ def _end_text(found: Json, now: datetime) -> str:
     if found["state"] == "paused":
         return "-"
     then = "is paused" if found["lifecycle"]["onTimeout"] == "pause" else "is deleted"
-    left = output.duration_text((output.moment(found["endAt"]) - now).total_seconds())
-    return f"{output.local_time(found['endAt'])}, in {left}; then it {then}"
+    return f"{output.local_time(found['endAt'])}, in {output.left(found['endAt'], now)}; then it {then}"
 
 
 @command(
-    app,
     "tree",
     """
 aenv tree
 aenv tree -o json                    # nested: template, sandboxes, children
 """,
 )
-def tree(form: output.OutputOption = None) -> None:
+@options.output_option
+def tree(form: str | None) -> None:
     """Show which sandbox was forked from which.
 
     The roots are templates and snapshots. A parent that has been deleted is shown as gone.
@@ -164,29 +170,32 @@ def tree(form: output.OutputOption = None) -> None:
     if not roots:
         print("No sandboxes. `aenv start base` starts one.")
         return
-    from rich.markup import escape
-    from rich.tree import Tree
-
     for root in roots:
-        drawn = Tree(f"[bold]{escape(root['template'])}[/]", guide_style="dim")
-        for item in root["sandboxes"]:
-            _draw(drawn, item)
-        output.console().print(drawn)
+        print(output.styled(table.printable(root["template"]), output.BOLD))
+        for line in _branches(root["sandboxes"], ""):
+            print(line)
 
 
-def _draw(drawn: "Tree", item: Json) -> None:
-    from rich.markup import escape
+def _branches(items: list[Json], indent: str) -> Iterator[str]:
+    for item in items:
+        last = item is items[-1]
+        text = _leaf(item, indent + "└── ")
+        yield output.styled(indent + ("└── " if last else "├── "), output.DIM) + text
+        yield from _branches(item["children"], indent + ("    " if last else "│   "))
 
+
+def _leaf(item: Json, before: str) -> str:
+    """One sandbox; its metadata is cut where the terminal ends."""
     if item["state"] == "gone":
-        line = f"[dim]{item['sandboxID']}  gone[/]"
-    else:
-        about = "  ".join(
-            filter(None, (output.age(item["startedAt"]), escape(output.metadata_text(item["metadata"]))))
-        )
-        line = f"{item['sandboxID']}  {output.state(item['state'])}  [dim]{about}[/]"
-    branch = drawn.add(line)
-    for child in item["children"]:
-        _draw(branch, child)
+        return output.styled(f"{item['sandboxID']}  gone", output.DIM)
+    state = output.state(item["state"])
+    about = table.printable(
+        "  ".join([output.age(item["startedAt"]), output.metadata_text(item["metadata"])]).rstrip()
+    )
+    if (width := output.width()) is not None:
+        used = len(before) + len(item["sandboxID"]) + len(state.text) + 4
+        about = table.shortened(about, max(4, width - used))
+    return f"{item['sandboxID']}  {output.styled(state.text, state.style)}  {output.styled(about, output.DIM)}"
 
 
 def _forest(found: list[Json]) -> list[Json]:

@@ -4,23 +4,21 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from typing import Annotated
 
-import typer
+import click
 
-from aenv.cli import output, session
-from aenv.cli.help import application, command
+from aenv.cli import options, output, session, table
+from aenv.cli.help import command
 from aenv.client.api import Api, Json
 from aenv.client.transport import ApiError
-
-app = application()
+from aenv.errors import AenvError
 
 POLL = 0.5  # seconds between two looks for new entries
 PAGE = 1000  # entries of one answer at most
+_COLOURS = {"debug": output.DIM, "warn": output.YELLOW, "error": output.RED}
 
 
 @command(
-    app,
     "logs",
     """
 aenv logs i3zj
@@ -28,24 +26,32 @@ aenv logs i3zj -f --level info       # follow; without the console
 aenv logs i3zj --tail 20 --search oom
 """,
 )
-def logs(
-    sandbox: session.SandboxArgument,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Wait for more, until the sandbox is gone.")] = False,
-    tail: Annotated[int, typer.Option("-n", "--tail", min=0, max=PAGE, help="How many of the last entries.")] = 200,
-    level: Annotated[
-        str | None, typer.Option("--level", help="The least: debug, info, warn or error.", show_default=False)
-    ] = None,
-    search: Annotated[
-        str | None, typer.Option("--search", metavar="TEXT", help="With this text.", show_default=False)
-    ] = None,
-    form: output.OutputOption = None,
-) -> None:
+@options.sandbox_argument()
+@click.option("-f", "--follow", is_flag=True, help="Wait for more, until the sandbox is gone.")
+@click.option(
+    "-n",
+    "--tail",
+    type=click.IntRange(0, PAGE, clamp=True),
+    metavar="N",
+    default=200,
+    show_default=True,
+    help="How many of the last entries, 1000 at most.",
+)
+@click.option(
+    "--level",
+    type=click.Choice(["debug", "info", "warn", "error"]),
+    metavar="LEVEL",
+    help="The least: debug, info, warn or error.",
+)
+@click.option("--search", metavar="TEXT", help="Only entries with this text.")
+@options.output_option
+def logs(sandbox: str, follow: bool, tail: int, level: str | None, search: str | None, form: str | None) -> None:
     """Show what happened to a sandbox, and its console.
 
     As JSON there is one object a line. The log of a deleted sandbox is kept for a while, under its whole id.
     """
     api = session.connect()
-    show = _show_json if output.wants_json(form) else _Printer().show
+    show = _show_json if output.wants_json(form) else _show
     for entry in _entries(api, _name(api, sandbox), tail, level, search, follow):
         show(entry)
         if follow:
@@ -54,8 +60,6 @@ def logs(
 
 def _name(api: Api, sandbox: str) -> str:
     """The whole id; of a deleted sandbox as it was given."""
-    from aenv.errors import AenvError
-
     try:
         return str(session.find(api, sandbox)["sandboxID"])
     except AenvError:
@@ -104,17 +108,8 @@ def _show_json(entry: Json) -> None:
     print(json.dumps(entry, ensure_ascii=False))
 
 
-class _Printer:
-    """One line an entry: time, level, message; console lines dimmed."""
-
-    def __init__(self) -> None:
-        import os
-
-        self._colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-
-    def show(self, entry: Json) -> None:
-        when = output.moment(entry["timestamp"]).astimezone().strftime("%H:%M:%S.%f")[:-3]
-        message = "".join(letter if letter.isprintable() else "·" for letter in entry["message"])
-        line = f"{when}  {entry['level']:<5}  {message}"
-        code = {"debug": "2", "warn": "33", "error": "31"}.get(entry["level"])
-        print(f"\033[{code}m{line}\033[0m" if self._colours and code else line)
+def _show(entry: Json) -> None:
+    """One line an entry: time, level, message."""
+    when = output.moment(entry["timestamp"]).astimezone().strftime("%H:%M:%S.%f")[:-3]
+    line = f"{when}  {entry['level']:<5}  {table.printable(entry['message'])}"
+    print(output.styled(line, _COLOURS.get(entry["level"], "")))

@@ -1,21 +1,28 @@
 """``aenv metrics``."""
 
 import time
-from typing import Annotated
 
-import typer
+import click
 
-from aenv.cli import output, session
-from aenv.cli.help import application, command
+from aenv.cli import options, output, session
+from aenv.cli.help import command
+from aenv.cli.table import Cell, Column
 from aenv.client.api import Api, Json
 
-app = application()
-
 INTERVAL = 5.0  # seconds; the server's own samples are as far apart by default
+COLUMNS = (
+    Column("SANDBOX"),
+    Column("TIME"),
+    Column("CPU", right=True),
+    Column("", spare=1),
+    Column("MEMORY", right=True),
+    Column("", spare=1),
+    Column("DISK", right=True),
+    Column("", spare=1),
+)
 
 
 @command(
-    app,
     "metrics",
     """
 aenv metrics                         # every running sandbox
@@ -23,20 +30,14 @@ aenv metrics i3zj --history          # the samples of the last hour
 aenv metrics i3zj -f                 # a new line every 5 seconds
 """,
 )
-def metrics(
-    sandboxes: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="SANDBOX...", help="Ids, or beginnings of ids; all that run if left out.", show_default=False
-        ),
-    ] = None,
-    history: Annotated[bool, typer.Option("--history", help="Every sample that the server has.")] = False,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until Ctrl-C.")] = False,
-    form: output.OutputOption = None,
-) -> None:
+@options.sandbox_argument(nargs=-1, required=False, help="Ids, or beginnings of ids; all that run if left out.")
+@click.option("--history", is_flag=True, help="Every sample that the server has.")
+@click.option("-f", "--follow", is_flag=True, help="Go on until Ctrl-C.")
+@options.output_option
+def metrics(sandboxes: tuple[str, ...], history: bool, follow: bool, form: str | None) -> None:
     """Show processor, memory and disk use."""
     api = session.connect()
-    names = [session.find(api, name)["sandboxID"] for name in sandboxes or []]
+    names = [session.find(api, name)["sandboxID"] for name in sandboxes]
     while True:
         wanted = names or [item["sandboxID"] for item in api.sandboxes(states="running")]
         found = {name: _samples(api, name, history) for name in wanted}
@@ -56,16 +57,16 @@ def _samples(api: Api, name: str, history: bool) -> list[Json]:
 
 def _table(found: dict[str, list[Json]]) -> None:
     output.table(
-        ["SANDBOX", "TIME", "CPU", "", "MEMORY", "", "DISK", ""],
+        COLUMNS,
         (
             [
                 name,
                 output.local_time(sample["timestamp"])[11:],
                 f"{sample['cpuUsedPct']:.0f}% of {sample['cpuCount']}",
-                _bar(sample["cpuUsedPct"] / 100),
-                f"{output.bytes_text(sample['memUsed'])} of {output.bytes_text(sample['memTotal'])}",
+                _bar(sample["cpuUsedPct"] / 100 / max(1, sample["cpuCount"])),
+                output.share_text(sample["memUsed"], sample["memTotal"]),
                 _bar(sample["memUsed"] / max(1, sample["memTotal"])),
-                f"{output.bytes_text(sample['diskUsed'])} of {output.bytes_text(sample['diskTotal'])}",
+                output.share_text(sample["diskUsed"], sample["diskTotal"]),
                 _bar(sample["diskUsed"] / max(1, sample["diskTotal"])),
             ]
             for name, samples in found.items()
@@ -75,8 +76,7 @@ def _table(found: dict[str, list[Json]]) -> None:
     )
 
 
-def _bar(share: float) -> str:
-    """Five cells of rich's markup."""
+def _bar(share: float) -> Cell:
     filled = min(5, max(0, round(share * 5)))
-    colour = "red" if share > 0.9 else "yellow" if share > 0.7 else "green"
-    return f"[{colour}]{'■' * filled}[/][dim]{'□' * (5 - filled)}[/]"
+    colour = output.RED if share > 0.9 else output.YELLOW if share > 0.7 else output.GREEN
+    return Cell("■" * filled + "□" * (5 - filled), colour)

@@ -1,13 +1,26 @@
 """``aenv node ls``."""
 
-from aenv.cli import output, session
-from aenv.cli.help import command, group
+from aenv.cli import help, options, output, session
+from aenv.cli.help import command
+from aenv.cli.table import Column
 
-app = group("Show the server's nodes.", "\naenv node ls\n")
+group = help.group("node", "Show the server's nodes.", "\naenv node ls\n")
+
+COLUMNS = (
+    Column("NODE"),
+    Column("STATUS"),
+    Column("VERSION", spare=1),
+    Column("RUNNING", right=True),
+    Column("PAUSED", right=True),
+    Column("CPU", right=True),
+    Column("MEMORY"),
+    Column("DISK"),
+)
 
 
-@command(app, "ls", "\naenv node ls\naenv node ls -o json | jq '.[].metrics'\n")
-def ls(form: output.OutputOption = None) -> None:
+@command("ls", "\naenv node ls\naenv node ls -o json | jq '.[].metrics'\n", of=group)
+@options.output_option
+def ls(form: str | None) -> None:
     """List nodes with what they run and have free."""
     found = session.connect().nodes()
     if output.wants_json(form):
@@ -25,13 +38,8 @@ def ls(form: output.OutputOption = None) -> None:
                 str(item["sandboxCount"]),
                 str(item.get("sandboxPausedCount", 0)),
                 f"{metrics['cpuPercent']}% of {metrics['cpuCount']}",
-                _share(metrics["memoryUsedBytes"], metrics["memoryTotalBytes"]),
-                _share(disk["usedBytes"], disk["totalBytes"]),
+                output.share_text(metrics["memoryUsedBytes"], metrics["memoryTotalBytes"]),
+                output.share_text(disk["usedBytes"], disk["totalBytes"]),
             ]
         )
-    columns = ["NODE", "STATUS", "VERSION", "RUNNING", "PAUSED", "CPU", "MEMORY", "DISK"]
-    output.table(columns, rows, right=("RUNNING", "PAUSED"))
-
-
-def _share(used: int, total: int) -> str:
-    return f"{output.bytes_text(used)} of {output.bytes_text(total)}"
+    output.table(COLUMNS, rows)

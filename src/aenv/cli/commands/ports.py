@@ -3,18 +3,14 @@
 import sys
 import threading
 from contextlib import ExitStack
-from typing import Annotated
 
-import typer
+import click
 
-from aenv.cli import forward, session, shell
-from aenv.cli.help import application, command
-
-app = application()
+from aenv.cli import forward, options, session, shell
+from aenv.cli.help import command
 
 
 @command(
-    app,
     "port-forward",
     """
 aenv port-forward i3zj 8000          # http://127.0.0.1:8000
@@ -22,15 +18,15 @@ aenv port-forward i3zj 8080:80 9229  # local 8080 is its port 80
 aenv port-forward i3zj --tcp 5432    # any protocol, such as a database's
 """,
 )
-def port_forward(
-    sandbox: session.SandboxArgument,
-    ports: Annotated[
-        list[str],
-        typer.Argument(metavar="PORT...", help="PORT, or LOCAL:PORT if it is another one here.", show_default=False),
-    ],
-    address: Annotated[str, typer.Option("--address", help="Local address to listen on.")] = "127.0.0.1",
-    tcp: Annotated[bool, typer.Option("--tcp", help="Not HTTP: relay bytes. Needs bash in the sandbox.")] = False,
-) -> None:
+@options.sandbox_argument()
+@click.argument(
+    "ports", nargs=-1, required=True, metavar="PORT...", help="PORT, or LOCAL:PORT if it is another one here."
+)
+@click.option(
+    "--address", metavar="ADDRESS", default="127.0.0.1", show_default=True, help="Local address to listen on."
+)
+@click.option("--tcp", is_flag=True, help="Not HTTP: relay bytes. Needs bash in the sandbox.")
+def port_forward(sandbox: str, ports: tuple[str, ...], address: str, tcp: bool) -> None:
     """Reach a server in a sandbox under a local port, until Ctrl-C.
 
     HTTP, WebSockets and event streams; with --tcp anything, more slowly. The server may listen on 127.0.0.1 in the

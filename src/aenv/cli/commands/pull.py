@@ -1,37 +1,38 @@
 """``aenv pull``."""
 
 import sys
-from typing import Annotated
+from collections.abc import Callable
 
-import typer
+import click
 
-from aenv.cli import builds, output, session
-from aenv.cli.help import application, command
+from aenv.cli import builds, options, output, session
+from aenv.cli.help import command
+from aenv.cli.options import Function
 from aenv.client.api import Json
-from aenv.errors import AenvError
 
-app = application()
 
-NameOption = Annotated[
-    str | None, typer.Option("-n", "--name", help="Name of the template, or name:tag.", show_default=False)
-]
-CpuOption = Annotated[int | None, typer.Option("--cpu", help="vCPUs of its sandboxes.", show_default=False)]
-MemoryOption = Annotated[int | None, typer.Option("--mem", metavar="MIB", help="Memory.", show_default=False)]
-StartOption = Annotated[
-    str | None,
-    typer.Option("--start", metavar="COMMAND", help="Runs when the template is made; sandboxes find it running."),
-]
-ReadyOption = Annotated[
-    str | None, typer.Option("--ready", metavar="COMMAND", help="Succeeds when the start command is ready.")
-]
-PortOption = Annotated[
-    int | None, typer.Option("--ready-port", metavar="PORT", min=1, max=65535, help="Ready when this port is open.")
-]
-FreshOption = Annotated[bool, typer.Option("--no-cache", help="Do everything again.")]
+def template_options(function: Function) -> Function:
+    """What can be said about any template that is made."""
+    added: list[Callable[[Function], Function]] = [
+        click.option("-n", "--name", metavar="NAME", help="Name of the template, or name:tag."),
+        click.option("--start", metavar="COMMAND", help="Runs when the template is made; sandboxes find it running."),
+        click.option("--ready", metavar="COMMAND", help="Succeeds when the start command is ready."),
+        click.option(
+            "--ready-port",
+            type=click.IntRange(1, 65535, clamp=False),
+            metavar="PORT",
+            help="Ready when this port is open.",
+        ),
+        options.cpu_option,
+        options.memory_option,
+        click.option("--no-cache", "fresh", is_flag=True, help="Do everything again."),
+    ]
+    for option in reversed(added):
+        function = option(function)
+    return function
 
 
 @command(
-    app,
     "pull",
     """
 aenv pull ubuntu:24.04               # template ubuntu
@@ -39,24 +40,27 @@ aenv pull docker.io/library/redis:7 --name redis --start redis-server --ready-po
 aenv pull registry.example.org/team/app --username me --password-stdin < token
 """,
 )
+@click.argument("image", metavar="IMAGE", help="Reference of an OCI or Docker image.")
+@template_options
+@click.option("--username", metavar="NAME", help="For the image's registry.")
+@click.option("--password-stdin", is_flag=True, help="Read the registry's password from standard input.")
+@options.output_option
 def pull(
-    image: Annotated[str, typer.Argument(help="Reference of an OCI or Docker image.", show_default=False)],
-    name: NameOption = None,
-    start: StartOption = None,
-    ready: ReadyOption = None,
-    ready_port: PortOption = None,
-    cpu: CpuOption = None,
-    memory: MemoryOption = None,
-    username: Annotated[str | None, typer.Option("--username", help="For the image's registry.")] = None,
-    password_stdin: Annotated[
-        bool, typer.Option("--password-stdin", help="Read the registry's password from standard input.")
-    ] = False,
-    fresh: FreshOption = False,
-    form: output.OutputOption = None,
+    image: str,
+    name: str | None,
+    start: str | None,
+    ready: str | None,
+    ready_port: int | None,
+    cpu: int | None,
+    memory: int | None,
+    fresh: bool,
+    username: str | None,
+    password_stdin: bool,
+    form: str | None,
 ) -> None:
     """Make a template from a container image."""
     if (username is None) == password_stdin:
-        raise AenvError("--username and --password-stdin go together.")
+        raise click.UsageError("--username and --password-stdin go together.")
     body: Json = {"fromImage": image, "force": fresh, **start_commands(start, ready, ready_port)}
     if username is not None:
         password = sys.stdin.read().strip()
@@ -68,9 +72,9 @@ def pull(
 
 
 def start_commands(start: str | None, ready: str | None, port: int | None) -> Json:
-    """The body's part for what runs in the template. Raises AenvError."""
+    """The body's part for what runs in the template. Raises UsageError."""
     if ready is not None and port is not None:
-        raise AenvError("--ready and --ready-port say the same thing twice.", "Use one of them.")
+        raise click.UsageError("--ready and --ready-port say the same thing twice: use one of them.")
     if port is not None:
         ready = port_check(port)
     return ({"startCmd": start} if start else {}) | ({"readyCmd": ready} if ready else {})
@@ -89,7 +93,7 @@ def default_name(image: str) -> str:
     return image.partition("@")[0].rpartition("/")[2].partition(":")[0].lower()
 
 
-def report(build: builds.Build, form: output.Format | None) -> None:
+def report(build: builds.Build, form: str | None) -> None:
     """Say what was made."""
     if output.wants_json(form):
         output.print_json({"templateID": build.template_id, "buildID": build.build_id, "name": build.name})

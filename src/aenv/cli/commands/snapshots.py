@@ -1,16 +1,14 @@
 """``aenv snapshot create``, ``ls`` and ``rm``."""
 
-from typing import Annotated
+import click
 
-import typer
+from aenv.cli import help, options, output, session
+from aenv.cli.help import command
+from aenv.cli.table import Column
+from aenv.client.api import Api, Json
 
-from aenv.cli import output, session
-from aenv.cli.help import command, group
-from aenv.cli.main import complain
-from aenv.client.api import Json
-from aenv.errors import AenvError
-
-app = group(
+group = help.group(
+    "snapshot",
     "Make, list and delete snapshots. A snapshot is used wherever a template is.",
     """
 aenv snapshot create i3zj --name checkpoint
@@ -19,25 +17,31 @@ aenv snapshot rm checkpoint
 """,
 )
 
+COLUMNS = (
+    Column("SNAPSHOT", cut=True),
+    Column("ID"),
+    Column("SAVED", right=True),
+    Column("CPU", right=True, spare=1),
+    Column("MEMORY", right=True, spare=1),
+    Column("DISK", right=True, spare=1),
+)
+
 
 @command(
-    app,
     "create",
     """
 aenv snapshot create i3zj
 aenv snapshot create i3zj --name run:step-100
 aenv snapshot create i3zj --disk-only
 """,
+    of=group,
 )
-def create(
-    sandbox: session.SandboxArgument,
-    name: Annotated[
-        str | None, typer.Option("-n", "--name", help="Name, or name:tag, to start from.", show_default=False)
-    ] = None,
-    disk_only: Annotated[bool, typer.Option("--disk-only", help="Without memory: sandboxes from it boot.")] = False,
-    quiet: output.QuietOption = False,
-    form: output.OutputOption = None,
-) -> None:
+@options.sandbox_argument()
+@click.option("-n", "--name", metavar="NAME", help="Name, or name:tag, to start from.")
+@click.option("--disk-only", is_flag=True, help="Without memory: sandboxes from it boot.")
+@options.quiet_option
+@options.output_option
+def create(sandbox: str, name: str | None, disk_only: bool, quiet: bool, form: str | None) -> None:
     """Save a sandbox as it is now. It runs on, and the snapshot outlives it."""
     api = session.connect()
     sandbox_id = session.find(api, sandbox)["sandboxID"]
@@ -57,16 +61,14 @@ def create(
         print(f"Snapshot {known_as} saved: aenv start {known_as}")
 
 
-@command(app, "ls", "\naenv snapshot ls\naenv snapshot ls --sandbox i3zj\n")
-def ls(
-    sandbox: Annotated[
-        str | None, typer.Option("-s", "--sandbox", help="Only those of this sandbox.", show_default=False)
-    ] = None,
-    quiet: output.QuietOption = False,
-    form: output.OutputOption = None,
-) -> None:
+@command("ls", "\naenv snapshot ls\naenv snapshot ls --sandbox i3zj\n", of=group)
+@click.option("-s", "--sandbox", metavar="SANDBOX", help="Only those of this sandbox.")
+@options.quiet_option
+@options.output_option
+def ls(sandbox: str | None, quiet: bool, form: str | None) -> None:
     """List snapshots, newest first."""
-    found = session.connect().snapshots(sandbox)
+    api = session.connect()
+    found = api.snapshots(session.find(api, sandbox)["sandboxID"] if sandbox else None)
     if quiet:
         for item in found:
             print(item["snapshotID"])
@@ -74,13 +76,11 @@ def ls(
     if output.wants_json(form):
         output.print_json(found)
         return
-    from rich.markup import escape
-
     output.table(
-        ["SNAPSHOT", "ID", "SAVED", "CPU", "MEMORY", "DISK"],
+        COLUMNS,
         (
             [
-                escape(", ".join(item["names"])) or "[dim]-[/]",
+                ", ".join(item["names"]) or "-",
                 item["snapshotID"],
                 f"{output.age(item['updatedAt'])} ago",
                 str(item["cpuCount"]),
@@ -89,25 +89,19 @@ def ls(
             ]
             for item in found
         ),
-        right=("CPU", "MEMORY", "DISK"),
         empty="No snapshots. `aenv snapshot create SANDBOX` makes one.",
     )
 
 
-@command(app, "rm", "\naenv snapshot rm checkpoint\n")
-def rm(
-    snapshots: Annotated[list[str], typer.Argument(metavar="SNAPSHOT...", help="Names or ids.", show_default=False)],
-) -> None:
+@command("rm", "\naenv snapshot rm checkpoint\n", of=group)
+@click.argument("snapshots", nargs=-1, required=True, metavar="SNAPSHOT...", help="Names or ids.")
+def rm(snapshots: tuple[str, ...]) -> None:
     """Delete snapshots. Sandboxes made from them live on."""
     api = session.connect()
-    failed = False
-    for name in snapshots:
-        try:
-            api.delete_snapshot(name)
-        except AenvError as error:
-            complain(error.message, error.hint)
-            failed = True
-        else:
-            output.say(f"{name} deleted")
-    if failed:
-        raise typer.Exit(1)
+    session.each(snapshots, lambda name: _delete(api, name))
+
+
+def _delete(api: Api, name: str) -> str:
+    with session.naming("snapshot", name):
+        api.delete_snapshot(name)
+    return f"{name} deleted"

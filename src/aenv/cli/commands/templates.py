@@ -1,15 +1,15 @@
 """``aenv template ls``, ``watch`` and ``rm``."""
 
-from typing import Annotated
+import click
 
-import typer
-
-from aenv.cli import builds, output, session
-from aenv.cli.help import command, group
-from aenv.cli.main import complain
+from aenv.cli import builds, help, options, output, session
+from aenv.cli.help import command
+from aenv.cli.table import Column
+from aenv.client.api import Api
 from aenv.errors import AenvError
 
-app = group(
+group = help.group(
+    "template",
     "List, watch and delete templates.",
     """
 aenv template ls
@@ -18,16 +18,22 @@ aenv template rm my-app
 """,
 )
 
-Name = Annotated[
-    str,
-    typer.Argument(
-        metavar="TEMPLATE", help="Name or id.", show_default=False, autocompletion=session.complete_template
-    ),
-]
+COLUMNS = (
+    Column("TEMPLATE", cut=True),
+    Column("ID"),
+    Column("BUILD"),
+    Column("BUILT", right=True),
+    Column("CPU", right=True, spare=1),
+    Column("MEMORY", right=True, spare=1),
+    Column("DISK", right=True, spare=2),
+    Column("STARTED", right=True),
+)
 
 
-@command(app, "ls", "\naenv template ls\naenv template ls -o json | jq '.[].names'\n")
-def ls(quiet: output.QuietOption = False, form: output.OutputOption = None) -> None:
+@command("ls", "\naenv template ls\naenv template ls -o json | jq '.[].names'\n", of=group)
+@options.quiet_option
+@options.output_option
+def ls(quiet: bool, form: str | None) -> None:
     """List templates, newest first."""
     found = session.connect().templates()
     if quiet:
@@ -37,13 +43,11 @@ def ls(quiet: output.QuietOption = False, form: output.OutputOption = None) -> N
     if output.wants_json(form):
         output.print_json(found)
         return
-    from rich.markup import escape
-
     output.table(
-        ["TEMPLATE", "ID", "BUILD", "BUILT", "CPU", "MEMORY", "DISK", "STARTED"],
+        COLUMNS,
         (
             [
-                escape(", ".join(item["names"])),
+                ", ".join(item["names"]),
                 item["templateID"],
                 output.state(item["buildStatus"]),
                 f"{output.age(item['updatedAt'])} ago",
@@ -54,24 +58,23 @@ def ls(quiet: output.QuietOption = False, form: output.OutputOption = None) -> N
             ]
             for item in found
         ),
-        right=("CPU", "MEMORY", "DISK"),
         empty="No templates.",
     )
 
 
-@command(app, "watch", "\naenv template watch my-app\naenv template watch my-app --build 0b0f5f0e-...\n")
-def watch(
-    template: Name,
-    build: Annotated[
-        str | None, typer.Option("--build", metavar="ID", help="Id of the build; the newest if left out.")
-    ] = None,
-) -> None:
+@command("watch", "\naenv template watch my-app\naenv template watch my-app --build 0b0f5f0e-...\n", of=group)
+@options.template_argument(help="Name or id.")
+@click.option("--build", metavar="ID", help="Id of the build; the newest if left out.")
+def watch(template: str, build: str | None) -> None:
     """Show the log of a template's build, to its end if it is under way.
 
     The exit code is 1 if the build failed. Ctrl-C ends the watching and not the build.
     """
     api = session.connect()
-    found = api.template(template)
+    with session.naming("template", template):
+        found = api.template(template)
+    if build is None and not found["builds"]:
+        raise AenvError(f"The server keeps no build of {template!r}.")
     build_id = build or found["builds"][0]["buildID"]
     followed = builds.Build(found["templateID"], build_id, template, is_new=False)
     printer = builds.Printer()
@@ -80,20 +83,15 @@ def watch(
     output.say(f"Template {template} is ready.")
 
 
-@command(app, "rm", "\naenv template rm my-app\naenv template rm my-app other-app\n")
-def rm(
-    templates: Annotated[list[str], typer.Argument(metavar="TEMPLATE...", help="Names or ids.", show_default=False)],
-) -> None:
+@command("rm", "\naenv template rm my-app\naenv template rm my-app other-app\n", of=group)
+@click.argument("templates", nargs=-1, required=True, metavar="TEMPLATE...", help="Names or ids.")
+def rm(templates: tuple[str, ...]) -> None:
     """Delete templates. Builds of them are cancelled; sandboxes made from them live on."""
     api = session.connect()
-    failed = False
-    for name in templates:
-        try:
-            api.delete_template(name)
-        except AenvError as error:
-            complain(error.message, error.hint)
-            failed = True
-        else:
-            output.say(f"{name} deleted")
-    if failed:
-        raise typer.Exit(1)
+    session.each(templates, lambda name: _delete(api, name))
+
+
+def _delete(api: Api, name: str) -> str:
+    with session.naming("template", name):
+        api.delete_template(name)
+    return f"{name} deleted"
