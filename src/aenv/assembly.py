@@ -21,6 +21,7 @@ from aenv.observability.recorder import Recorder
 from aenv.observability.sampler import Sampler, Target
 from aenv.orchestrator.capacity import Capacity, free_disk_mib
 from aenv.orchestrator.checkpoint import Checkpoints
+from aenv.orchestrator.cold import ColdStarts
 from aenv.orchestrator.idle import IdleReclaim
 from aenv.orchestrator.machines import Machine, Machines
 from aenv.orchestrator.model import SandboxState
@@ -145,7 +146,8 @@ async def running_node(settings: Settings, progress: Progress, *, pause_all: boo
             artifacts.envd_version,
         )  # fmt: skip
         checkpoints = Checkpoints(layout, store, machines, vmm.fingerprint)
-        node = Node(settings, store, machines, checkpoints, capacity, sharing.imports)
+        cold = ColdStarts(settings, layout, store, shape, vmm.fingerprint, artifacts.envd_version)
+        node = Node(settings, store, machines, checkpoints, capacity, sharing.imports, cold)
         logs = LogStore.open(layout.logs)
         stack.callback(logs.close)
         sampler = Sampler(

@@ -121,6 +121,10 @@ class Settings(BaseSettings):
     always_allow: Words = Field(default_factory=list, description="Private ranges guests may reach, CIDRs")
     dns: Words = Field(default_factory=lambda: ["1.1.1.1", "8.8.8.8"], description="Guests' resolvers")
 
+    boot_args_allow: Words = Field(
+        default_factory=list, description="What extraBootArgs of a cold start may begin with; others are left out"
+    )
+
     registries: dict[str, RegistrySettings] = Field(
         default_factory=dict, description="Settings of image registries, by host[:port]"
     )

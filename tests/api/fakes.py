@@ -39,6 +39,7 @@ from aenv.orchestrator import catalog
 from aenv.orchestrator.interface import Orchestrator
 from aenv.orchestrator.listing import cut, page
 from aenv.orchestrator.model import (
+    ColdMachine,
     Egress,
     ForkOutcome,
     Sandbox,
@@ -78,6 +79,7 @@ class FakeOrchestrator:
     def __init__(self) -> None:
         self.sandboxes: dict[str, Sandbox] = {}
         self.specs: list[SandboxSpec] = []
+        self.cold: list[ColdMachine] = []
         self.known = [template(number) for number in range(3)]
         self.capacity = 1000
         self.broken: Exception | None = None
@@ -92,11 +94,19 @@ class FakeOrchestrator:
             raise TemplateNotFoundError(spec.template)
         if len(self.sandboxes) >= self.capacity:
             raise CapacityError("No room for another sandbox.", "Kill one.")
+        return self._made(spec, found.id, found.aliases[0])
+
+    async def create_cold(self, spec: SandboxSpec, machine: ColdMachine) -> Sandbox:
+        self.specs.append(spec)
+        self.cold.append(machine)
+        return self._made(spec, spec.template, None)
+
+    def _made(self, spec: SandboxSpec, template_id: str, alias: str | None) -> Sandbox:
         now = datetime.now(UTC)
         made = Sandbox(
             id=secrets.token_hex(10),
-            template_id=found.id,
-            template_alias=found.aliases[0],
+            template_id=template_id,
+            template_alias=alias,
             state=SandboxState.RUNNING,
             started_at=now,
             end_at=now + timedelta(seconds=spec.timeout),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -106,3 +107,41 @@ def test_odd_things_in_the_way(tmp_path: Path) -> None:
     prepare_for_sandbox(tmp_path)
     assert "user:x:1000" in (tmp_path / "etc/passwd").read_text()
     assert (tmp_path / "home/user").is_dir()
+
+
+def test_users_that_the_configuration_gives_by_number_get_a_name(tmp_path: Path) -> None:
+    make(tmp_path, {"etc/passwd": "root:x:0:0::/root:/bin/sh\nweb:x:33:33::/srv:/bin/false\n"})
+    assert prepare_for_sandbox(tmp_path, "33:33") == "web"
+    assert prepare_for_sandbox(tmp_path, "0") == "root"
+    assert prepare_for_sandbox(tmp_path, "app:staff") == "app"
+    assert prepare_for_sandbox(tmp_path) == ""
+    assert prepare_for_sandbox(tmp_path, "65532:7") == "uid65532"
+    assert prepare_for_sandbox(tmp_path, "65532:7") == "uid65532"
+    assert (tmp_path / "etc/passwd").read_text().splitlines()[3:] == ["uid65532:x:65532:7::/:/bin/sh"]
+
+
+def test_an_image_without_bash_gets_a_stand_in(tmp_path: Path) -> None:
+    prepare_for_sandbox(make(tmp_path / "none", {"etc/x": ""}))
+    assert not (tmp_path / "none/bin").exists()
+    merged = make(tmp_path / "merged", {"usr/bin/sh": "#!shell"})
+    (merged / "bin").symlink_to("usr/bin")
+    prepare_for_sandbox(merged)
+    written = merged / "usr/bin/bash"
+    assert "exec /bin/sh" in written.read_text() and stat.S_IMODE(written.stat().st_mode) == 0o755
+    local = make(tmp_path / "local", {"bin/sh": "#!shell", "usr/local/bin/bash": "#!bash"})
+    prepare_for_sandbox(local)
+    assert (local / "bin/bash").readlink() == Path("/usr/local/bin/bash")
+    own = make(tmp_path / "own", {"bin/sh": "#!shell", "bin/bash": "#!bash"})
+    prepare_for_sandbox(own)
+    assert (own / "bin/bash").read_text() == "#!bash"
+
+
+def test_login_shells_keep_the_configurations_path(tmp_path: Path) -> None:
+    make(tmp_path, {"etc/profile": "PATH=/bin\n[ -d /etc/profile.d ] && . /etc/profile.d/zz-template-path.sh\n"})
+    prepare_for_sandbox(tmp_path, path="/a b:/bin'; id")
+    text = (tmp_path / "etc/profile.d/zz-template-path.sh").read_text()
+    said = subprocess.run(["sh", "-c", text + 'printf %s "$PATH"'], capture_output=True, text=True, check=True)
+    assert said.stdout == "/a b:/bin'; id"
+    bare = make(tmp_path / "bare", {"etc/x": ""})
+    prepare_for_sandbox(bare, path="/a")
+    assert not (bare / "etc/profile.d").exists()

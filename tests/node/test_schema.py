@@ -17,7 +17,7 @@ load_all_checks()
 
 EXAMPLES = 6  # requests for each operation; all of them together take less than a minute
 # Refusals that a correct server may give to a correct request, where the document says so.
-REFUSALS = {501: "not_supported", 503: "sandbox_capacity_unavailable"}
+REFUSALS = {500: "image_registry_unreachable", 501: "not_supported", 503: "sandbox_capacity_unavailable"}
 
 
 # Made here, so that each operation is a test of its own; that the node serves the same is a test below.

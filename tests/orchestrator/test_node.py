@@ -39,7 +39,8 @@ def node(store: Store, home: Path) -> tuple[Node, Capacity]:
         return saved.origin(name)
 
     imports: Any = SimpleNamespace(origin=origin, others=list)
-    return Node(settings, store, machines, cast("Any", None), capacity, imports), capacity
+    none = cast("Any", None)
+    return Node(settings, store, machines, none, capacity, imports, none), capacity
 
 
 async def test_a_sandbox_that_cannot_be_recorded_gives_its_place_back(

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from aenv.api import (
     accounts,
     auth,
+    cold,
     errors,
     health,
     observe,
@@ -106,6 +107,7 @@ def create_app(
         observe,
         sandbox_lists,
         sandboxes,
+        cold,
         snapshots,
         unsupported,
         template_tags,

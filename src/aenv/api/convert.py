@@ -26,14 +26,15 @@ def seconds(value: int, settings: Settings, *, field: str = "timeout", limit: in
 
 
 def spec(
-    body: schemas.NewSandbox,
+    body: schemas.SandboxRequest,
+    template: str,
     settings: Settings,
     *,
     default_timeout: int,
     always_secure: bool,
     idempotency_key: str | None = None,
 ) -> SandboxSpec:
-    """What to create. Raises InvalidRequestError, UnsupportedError."""
+    """What to create, from ``template``. Raises InvalidRequestError, UnsupportedError."""
     for name, value in (
         ("mcp", body.mcp),
         ("iam", body.iam),
@@ -61,7 +62,7 @@ def spec(
     default = min(default_timeout, settings.max_timeout)
     _check_env(body.env_vars)
     return SandboxSpec(
-        template=body.template_id,
+        template=template,
         timeout=seconds(default if body.timeout is None else body.timeout, settings),
         auto_pause=auto_pause,
         auto_pause_memory=body.auto_pause_memory is not False,

@@ -27,6 +27,7 @@ from aenv.errors import (
     UnresponsiveSnapshotError,
     VmmError,
 )
+from aenv.image.errors import ImageNotFoundError, RegistryUnreachableError
 
 _log = structlog.get_logger(__name__)
 
@@ -59,6 +60,8 @@ _TABLE: tuple[tuple[type[AenvError], int, str | None], ...] = (
     (MissingFeatureError, 501, "not_supported"),
     (UnsupportedError, 400, "not_supported"),
     (InvalidRequestError, 400, None),
+    (ImageNotFoundError, 400, "image_not_found"),
+    (RegistryUnreachableError, 500, "image_registry_unreachable"),
     (NotFoundError, 404, None),
     (ReusedKeyError, 422, "idempotency_key_reused"),
     (UnresponsiveSnapshotError, 409, "sandbox_snapshot_guest_agent_unresponsive"),

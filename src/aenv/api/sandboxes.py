@@ -8,7 +8,7 @@ from aenv.api import convert, schemas
 from aenv.api.context import Context, Ctx, SandboxId, errors
 from aenv.api.errors import MissingFeatureError, describe
 from aenv.errors import InvalidRequestError
-from aenv.orchestrator.model import ForkOutcome, SandboxSpec
+from aenv.orchestrator.model import ForkOutcome
 
 router = APIRouter(tags=["sandboxes"])
 
@@ -34,8 +34,7 @@ async def create(
     body: schemas.NewSandbox, context: Ctx, response: Response, key: IdempotencyKey = None
 ) -> schemas.Sandbox:
     """Create a sandbox from a template or a snapshot. Its time over, it pauses, unless ``autoPause`` is false."""
-    spec = convert.spec(body, context.settings, default_timeout=_V1_TIMEOUT, always_secure=False, idempotency_key=key)
-    return await _create(spec, context, response)
+    return await _create(body, context, response, key, default_timeout=_V1_TIMEOUT, always_secure=False)
 
 
 @router.post("/v2/sandboxes", status_code=201, response_model_exclude_none=True, responses=_CREATE_ERRORS)
@@ -43,11 +42,26 @@ async def create_v2(
     body: schemas.NewSandbox, context: Ctx, response: Response, key: IdempotencyKey = None
 ) -> schemas.Sandbox:
     """As POST /sandboxes; envd always asks for the access token, and the default time to live is 300 s."""
-    spec = convert.spec(body, context.settings, default_timeout=_V2_TIMEOUT, always_secure=True, idempotency_key=key)
-    return await _create(spec, context, response)
+    return await _create(body, context, response, key, default_timeout=_V2_TIMEOUT, always_secure=True)
 
 
-async def _create(spec: SandboxSpec, context: Context, response: Response) -> schemas.Sandbox:
+async def _create(
+    body: schemas.NewSandbox,
+    context: Context,
+    response: Response,
+    key: str | None,
+    *,
+    default_timeout: int,
+    always_secure: bool,
+) -> schemas.Sandbox:
+    spec = convert.spec(
+        body,
+        body.template_id,
+        context.settings,
+        default_timeout=default_timeout,
+        always_secure=always_secure,
+        idempotency_key=key,
+    )
     created = await context.orchestrator.create(spec)
     response.headers["x-agentenv-sandbox-id"] = created.id
     return convert.sandbox(created, context.settings)

@@ -75,10 +75,9 @@ class NetworkUpdate(BaseModel):
     )
 
 
-class NewSandbox(_Model):
-    """Body of POST /sandboxes and POST /v2/sandboxes; they differ in the default of ``timeout`` (15 s, 300 s)."""
+class SandboxRequest(_Model):
+    """What is asked of a sandbox, whatever it is made from."""
 
-    template_id: Name
     timeout: StrictInt | None = Field(None, description="Time to live, seconds")
     auto_pause: StrictBool | None = Field(None, description="Pause at the end of life (default), else delete")
     auto_pause_memory: StrictBool | None = Field(
@@ -96,6 +95,12 @@ class NewSandbox(_Model):
     iam: dict[str, Any] | None = None
     volume_mounts: list[Any] | None = None
     custom_extension_params: dict[str, Any] | None = None
+
+
+class NewSandbox(SandboxRequest):
+    """Body of POST /sandboxes and POST /v2/sandboxes; they differ in the default of ``timeout`` (15 s, 300 s)."""
+
+    template_id: Name
 
 
 class ConnectRequest(_Model):

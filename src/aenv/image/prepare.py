@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -16,19 +17,26 @@ from aenv.image.confined import Directory, Root, lstat
 
 T = TypeVar("T")
 
-VERSION = 1
+VERSION = 2
 """Raise it when a change here changes what is added: converted images are cached under it."""
 
 USER, USER_ID = "user", 1000
 _HOSTS = "127.0.0.1 localhost\n::1 localhost ip6-localhost ip6-loopback\n"
 _SUDOERS = f"{USER} ALL=(ALL:ALL) NOPASSWD: ALL\n"
 _MOUNT_POINTS = ((b"proc", 0o555), (b"sys", 0o555), (b"dev", 0o755), (b"run", 0o755), (b"tmp", 0o1777))
+# Users' commands are run by /bin/bash (as E2B's SDKs do). A link would not do: busybox goes by the name it is called.
+STAND_IN = "aenv: stands in for bash"
+_BASH = f'#!/bin/sh\n# {STAND_IN}\nexec /bin/sh "$@"\n'
+_BASHES = (b"usr/bin/bash", b"usr/local/bin/bash")
 _MAX_DATABASE = 4 << 20
 _LAST_ID = 59999  # end of Debian's range for users
 
 
-def prepare_for_sandbox(tree: Path) -> None:
-    """Add what is missing to an unpacked image. Blocking; as root. Raises ArchiveError, OSError."""
+def prepare_for_sandbox(tree: Path, user: str = "", path: str = "") -> str:
+    """Add what is missing to an unpacked image. Blocking; as root. Raises ArchiveError, OSError.
+
+    ``user`` and ``path`` are the configuration's User and PATH. Returns the user's name: a number gets one.
+    """
     root = Root(tree)
     try:
         for name, mode in _MOUNT_POINTS:
@@ -42,6 +50,12 @@ def prepare_for_sandbox(tree: Path) -> None:
             _add_file(root, b"etc/sudoers.d/" + USER.encode(), _SUDOERS, 0o440)
         uid, gid, home = _ensure_user(root)
         _ensure_home(root, home, uid, gid)
+        _ensure_bash(root)
+        if path and _is_file(root, b"etc/profile"):
+            # A login shell reads /etc/profile, which on Debian replaces PATH.
+            _directory(root, b"etc/profile.d", 0o755)
+            _add_file(root, b"etc/profile.d/zz-template-path.sh", f"export PATH={shlex.quote(path)}\n", 0o644)
+        return _named(root, user)
     finally:
         root.close()
 
@@ -76,6 +90,34 @@ def _ensure_user(root: Root) -> tuple[int, int, bytes]:
         if text and not any(line.startswith(f"{USER}:") for line in text.splitlines()):
             _write(root, database, _line(text, entry))
     return uid, gid, home.encode()
+
+
+def _named(root: Root, user: str) -> str:
+    """The name of the configuration's user, ``name``, ``uid`` or either with a group; an unnamed number is added."""
+    wanted, _, group = user.partition(":")
+    if not wanted.isdecimal():
+        return wanted
+    passwd = _read(root, b"etc/passwd")
+    users = _fields(passwd, 7)
+    known = next((fields[0] for fields in users if fields[2].isdecimal() and int(fields[2]) == int(wanted)), None)
+    if known is not None:
+        return known
+    name, gid = f"uid{int(wanted)}", group if group.isdecimal() else "0"
+    if all(fields[0] != name for fields in users):
+        _write(root, b"etc/passwd", _line(passwd, f"{name}:x:{int(wanted)}:{int(gid)}::/:/bin/sh"))
+    return name
+
+
+def _ensure_bash(root: Root) -> None:
+    if _is_file(root, b"bin/bash") or not _is_file(root, b"bin/sh"):
+        return
+    parent = root.find(b"bin")
+    assert parent is not None
+    found = next((path for path in _BASHES if _is_file(root, path)), None)
+    if found is None:
+        _add_file(root, b"bin/bash", _BASH, 0o755)
+    elif lstat(parent.fd, b"bash") is None:
+        os.symlink(b"/" + found, b"bash", dir_fd=parent.fd)
 
 
 def _ensure_home(root: Root, home: bytes, uid: int, gid: int) -> None:

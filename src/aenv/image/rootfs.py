@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,7 @@ async def _from_local(
             for number, layer in enumerate(layers, 1):
                 progress(f"unpacking layer {number} of {len(layers)}")
                 await unpacker.apply(tree, layer.path, diff_id=layer.diff_id, whiteouts=layer.whiteouts)
-            await _finish(tree, target, config, size_mib, unpacker, progress)
+            config = await _finish(tree, target, config, size_mib, unpacker, progress)
     await asyncio.to_thread(collect, home, settings.image_cache * MIB)
     return target, config
 
@@ -134,7 +134,7 @@ async def _from_registry(
             async with _workspace(home) as work, _unpacker(size_mib, work, settings, progress) as unpacker:
                 tree = _new_tree(work)
                 await _pull_layers(client, store, found, parsed, ids, tree, unpacker, progress)
-                await _finish(tree, target, config, size_mib, unpacker, progress)
+                config = await _finish(tree, target, config, size_mib, unpacker, progress)
     await asyncio.to_thread(collect, home, settings.image_cache * MIB)
     return target, config
 
@@ -216,13 +216,15 @@ async def _pull_layers(
 
 async def _finish(
     tree: Path, target: Path, config: ImageConfig, size_mib: int, unpacker: Unpacker, progress: Progress
-) -> None:
-    await unpacker.prepare(tree)
+) -> ImageConfig:
+    """The configuration as a sandbox follows it: its user has a name."""
+    config = replace(config, user=await unpacker.prepare(tree, config.user, config.env.get("PATH", "")))
     progress("writing the file system")
     image = tree.with_name("image")
     await make_ext4(tree, image, target.stem, size_mib)
     await asyncio.to_thread(write_durably, target.with_suffix(".json"), json.dumps(asdict(config)).encode())
     image.rename(target)
+    return config
 
 
 def _cached(target: Path) -> ImageConfig | None:

@@ -60,18 +60,18 @@ class Unpacker:
         """See ``apply_layer``."""
         await self._call({"tree": str(tree), "layer": str(layer), "diff_id": diff_id, "whiteouts": whiteouts})
 
-    async def prepare(self, tree: Path) -> None:
+    async def prepare(self, tree: Path, user: str, path: str) -> str:
         """See ``prepare_for_sandbox``."""
-        await self._call({"prepare": str(tree)})
+        return str((await self._call({"prepare": str(tree), "user": user, "path": path}))["user"])
 
-    async def _call(self, request: dict[str, Any]) -> None:
+    async def _call(self, request: dict[str, Any]) -> dict[str, Any]:
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
         try:
             process.stdin.write(json.dumps(request).encode() + b"\n")
             await process.stdin.drain()
             line = await process.stdout.readline()
-            answer = json.loads(line)
+            answer: dict[str, Any] = json.loads(line)
         except (OSError, ValueError) as error:
             raise errors.ImageError(
                 f"The process that unpacks the image ended with status {await process.wait()}.",
@@ -82,6 +82,7 @@ class Unpacker:
         if "error" in answer:
             kind = CapacityError if answer["error"] == "CapacityError" else getattr(errors, answer["error"], None)
             raise (kind or errors.ImageError)(answer["message"], answer["hint"])
+        return answer
 
 
 def main() -> None:
@@ -94,7 +95,8 @@ def main() -> None:
         answer: dict[str, Any] = {"notes": notes}
         try:
             if "prepare" in request:
-                prepare_for_sandbox(Path(request["prepare"]))
+                tree = Path(request["prepare"])
+                answer["user"] = prepare_for_sandbox(tree, request["user"], request["path"])
             else:
                 tree, layer = Path(request["tree"]), Path(request["layer"])
                 apply_layer(

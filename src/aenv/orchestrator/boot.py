@@ -1,13 +1,33 @@
 """What a cold-booted guest is told on its kernel command line (``envd/src/boot.rs`` reads it). Pure."""
 
+import re
 from collections.abc import Sequence
 
 from aenv.network.slot import NetworkSlot
 
+_ARGUMENT = re.compile(r"[0-9A-Za-z_./+=-]+")
+_OWN = "aenv."
 
-def boot_parameters(slot: NetworkSlot, dns: Sequence[str], hostname: str) -> dict[str, str]:
-    """Everything else a guest learns from ``POST /init``, after a boot as after a restore."""
-    return {
+
+def allowed_arguments(text: str, prefixes: Sequence[str]) -> tuple[str, ...]:
+    """The words of ``extraBootArgs`` that may be given: those that begin with one of ``prefixes``.
+
+    Others, and those with characters that AgentENV's specification does not list, are left out without a word, as it
+    says.
+    """
+    words = (word for word in text.split() if _ARGUMENT.fullmatch(word) and not word.startswith(("=", _OWN)))
+    return tuple(word for word in words if word.startswith(tuple(prefixes)))
+
+
+def boot_parameters(
+    slot: NetworkSlot, dns: Sequence[str], hostname: str, arguments: Sequence[str] = ()
+) -> dict[str, str]:
+    """Everything else a guest learns from ``POST /init``, after a boot as after a restore.
+
+    ``arguments`` are those of ``allowed_arguments``.
+    """
+    extra = dict(argument.partition("=")[::2] for argument in arguments)
+    return extra | {
         "aenv.root": "/dev/vda",
         "aenv.ip": f"{slot.guest_address}/30",
         "aenv.gw": slot.gateway_address,

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from aenv.orchestrator.model import (
+    ColdMachine,
     Egress,
     ForkOutcome,
     Sandbox,
@@ -26,6 +27,12 @@ class Orchestrator(Protocol):
         With ``idempotency_key`` in the specification, a repetition returns the sandbox that was made.
 
         Raises TemplateNotFoundError, CapacityError, SandboxStartError, ReusedKeyError.
+        """
+
+    async def create_cold(self, spec: SandboxSpec, machine: ColdMachine) -> Sandbox:
+        """Boot the container image ``spec.template``. Pulling it may take minutes, the first time.
+
+        Raises ImageError and its kinds, InvalidRequestError, CapacityError, SandboxStartError.
         """
 
     async def get(self, sandbox_id: str) -> Sandbox: ...

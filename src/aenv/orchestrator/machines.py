@@ -128,7 +128,7 @@ class Machines:
         await self.settled(sandbox.id)
         self._launching[snapshot.id] += 1
         try:
-            await self._volumes.ensure(snapshot.disk, snapshot.memory_base)
+            await self._volumes.ensure(snapshot.disk, snapshot.memory_base, snapshot.hot)
             lease = await self._pool.acquire(snapshot.shape)
             await self._restore(sandbox, snapshot.id, layer, lease)
         finally:
@@ -162,7 +162,7 @@ class Machines:
         async def prepare(slot: NetworkSlot) -> Mapping[str, str]:
             self._hold(sandbox.id, vm_id, slot, None, envd_version=self._envd_version)
             await self._furnish(sandbox, snapshot, layer, slot)
-            return boot_parameters(slot, self._settings.dns, sandbox.id)
+            return boot_parameters(slot, self._settings.dns, sandbox.id, sandbox.boot_arguments)
 
         disk = self._layout.layer(layer)
         try:

@@ -54,6 +54,16 @@ class SandboxSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ColdMachine:
+    """The machine that boots an image, as asked for; None is the node's default. Sizes are MiB."""
+
+    vcpus: int | None = None
+    memory_mib: int | None = None
+    disk_mib: int | None = None
+    boot_arguments: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Sandbox:
     """One sandbox as the store records it. Times are timezone-aware UTC; sizes are MiB."""
 
@@ -89,6 +99,7 @@ class Sandbox:
     host_mask: str | None = None  # the Host that its servers see; ${PORT} in it stands for the port
     agent_silent: bool = False  # whether the guest agent did not answer at its last pause
     request: str | None = None  # which made it, where that may be repeated (``repeats.marker``)
+    boot_arguments: tuple[str, ...] = ()  # more kernel parameters, ``name`` or ``name=value``, whenever it boots
 
 
 @dataclass(frozen=True, slots=True)

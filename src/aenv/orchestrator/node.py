@@ -16,9 +16,11 @@ from aenv.errors import InvalidRequestError, SandboxUnreachableError
 from aenv.orchestrator import lifecycle, listing, records, repeats
 from aenv.orchestrator.capacity import Capacity
 from aenv.orchestrator.checkpoint import Checkpoint, Checkpoints
+from aenv.orchestrator.cold import ColdStarts
 from aenv.orchestrator.imports import Imports
 from aenv.orchestrator.machines import Machine, Machines, egress_policy
 from aenv.orchestrator.model import (
+    ColdMachine,
     Egress,
     ForkOutcome,
     Sandbox,
@@ -51,6 +53,7 @@ class Node:
         checkpoints: Checkpoints,
         capacity: Capacity,
         imports: Imports,
+        cold: ColdStarts,
     ) -> None:
         self._settings = settings
         self._store = store
@@ -58,6 +61,7 @@ class Node:
         self._checkpoints = checkpoints
         self._capacity = capacity
         self._imports = imports
+        self._cold = cold
         self._turns = repeats.Turns()
         self._saved = SavedSnapshots(store)
         self._transitions = Transitions(store, machines, checkpoints, capacity)
@@ -119,6 +123,24 @@ class Node:
                     stored = self._store.templates[origin.id]  # ``origin`` may be another build of it
                     used = replace(stored, spawn_count=stored.spawn_count + 1, last_spawned_at=now)
                     self._store.templates.put(used)
+        except BaseException:
+            self._capacity.give_back()
+            raise
+        async with self._locked(child.sandbox.id):
+            return await self._transitions.start(child, snapshot, wait=True)
+
+    async def create_cold(self, spec: SandboxSpec, machine: ColdMachine) -> Sandbox:
+        lifecycle.check_timeout(spec.timeout, self._settings.max_timeout)
+        root = await self._cold.root(spec.template, machine)
+        self._capacity.take(1)
+        try:
+            base = self._cold.layer(root)
+            snapshot = self._cold.snapshot(root, base)
+            child = records.created(spec, self._cold.origin(spec.template, root), snapshot, datetime.now(UTC))
+            with self._store.transaction():
+                self._store.layers.put(base)
+                self._store.snapshots.put(snapshot)
+                self._put(child)
         except BaseException:
             self._capacity.give_back()
             raise

@@ -1,6 +1,7 @@
 """New records: sandboxes as they are before they start, and their disk layers. No I/O."""
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
@@ -12,6 +13,21 @@ _ID_ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789"
 _ID_LENGTH = 20  # as E2B's: lower case, so that it is a DNS label
 
 Origin = Template | SavedSnapshot
+
+
+@dataclass(frozen=True, slots=True)
+class ImageOrigin:
+    """What a sandbox that boots an image takes from it and from its machine. Sizes are MiB."""
+
+    id: str  # the reference, as it was written
+    vcpus: int
+    memory_mib: int
+    disk_mib: int
+    envd_version: str
+    env_vars: Mapping[str, str]
+    default_user: str
+    default_workdir: str | None
+    boot_arguments: tuple[str, ...] = ()
 
 
 def new_sandbox_id() -> str:
@@ -39,14 +55,16 @@ def on_new_layer(sandbox: Sandbox, snapshot: Snapshot) -> Child:
     return Child(replace(sandbox, disk=layer.id), layer)
 
 
-def _alias(origin: Origin) -> str | None:
+def _alias(origin: Origin | ImageOrigin) -> str | None:
     if isinstance(origin, Template):
         return origin.aliases[0] if origin.aliases else None
+    if isinstance(origin, ImageOrigin):
+        return None
     return None if origin.name is None else catalog.written(origin.name, origin.tag)
 
 
-def created(spec: SandboxSpec, origin: Origin, snapshot: Snapshot, now: datetime) -> Child:
-    """What ``spec`` asks for, from a template or a saved snapshot."""
+def created(spec: SandboxSpec, origin: Origin | ImageOrigin, snapshot: Snapshot, now: datetime) -> Child:
+    """What ``spec`` asks for, from a template, a saved snapshot or an image."""
     sandbox = Sandbox(
         id=new_sandbox_id(),
         template_id=origin.id,
@@ -72,6 +90,7 @@ def created(spec: SandboxSpec, origin: Origin, snapshot: Snapshot, now: datetime
         default_workdir=origin.default_workdir,
         host_mask=spec.host_mask,
         request=repeats.marker(spec),
+        boot_arguments=origin.boot_arguments if isinstance(origin, ImageOrigin) else (),
     )
     return on_new_layer(sandbox, snapshot)
 

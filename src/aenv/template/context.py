@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from aenv.image.defaults import DEFAULT_USER, default_user, default_workdir
 from aenv.template.expand import expand
 
-DEFAULT_USER = "user"
 # What envd gives a process whose environment has none.
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -34,14 +34,5 @@ class Context:
 
 
 def of_image(env: Mapping[str, str], user: str, workdir: str) -> Context:
-    """Where a build from an image starts.
-
-    As in E2B, commands run as ``user`` in its home by default, where Docker's are root and ``/``: only what the image
-    sets otherwise is taken over.
-    """
-    name = user.partition(":")[0]
-    return Context(
-        env=dict(env),
-        user=name if name not in ("", "root", "0") else DEFAULT_USER,
-        workdir=workdir if workdir not in ("", "/") else None,
-    )
+    """Where a build from an image starts: see ``aenv.image.defaults``."""
+    return Context(env=dict(env), user=default_user(user), workdir=default_workdir(workdir))

@@ -10,8 +10,8 @@ import re
 import shlex
 from collections.abc import Callable, Mapping
 
+from aenv.image.defaults import DEFAULT_USER
 from aenv.template import dockerfile_words as words
-from aenv.template.context import DEFAULT_USER
 from aenv.template.dockerfile import Dockerfile, DockerfileError, Instruction, heredoc_marks
 from aenv.template.dockerfile_model import CopyFiles, InlineFile, Plan, Stage, Step
 from aenv.template.dockerfile_words import Scope, WordError

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 # The SDK runs every command with /bin/bash. An image without it gets it from its distribution where that is quick,
 # else another name for its own shell, which understands -l and -c.
 PROVISION = r"""
-[ -e /bin/bash ] && exit 0
-if command -v bash >/dev/null 2>&1; then
+if [ -e /bin/bash ] && ! grep -qs 'stands in for bash' /bin/bash; then
+  exit 0
+elif [ ! -e /bin/bash ] && command -v bash >/dev/null 2>&1; then
   ln -s "$(command -v bash)" /bin/bash
 else
   if command -v apk >/dev/null 2>&1; then timeout 60 apk add --no-progress bash >/dev/null 2>&1; fi

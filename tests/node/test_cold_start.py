@@ -1,0 +1,151 @@
+"""Cold starts on a real node, from images in a real registry: what boots, and that it is a sandbox like any other."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from e2b import Sandbox
+
+from tests.image import registries
+from tests.image.writer import Image, folder, member, push
+from tests.image.writer import archive as tar
+from tests.node import images
+from tests.node.conftest import Create
+from tests.node.process import NodeProcess, wait_for
+from tests.node.test_cold import boot_id, snapshot_of
+from tests.node.test_recovery import assert_nothing_leaked, restart
+
+pytestmark = pytest.mark.skipif(registries.PROGRAM is None, reason="docker-registry is not installed")
+
+NAME = "cold/tiny:1"
+DISK = 512  # MiB
+ColdStart = Callable[..., Sandbox]
+
+
+@pytest.fixture(scope="module")
+def image(node: NodeProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """An image without bash, with its own PATH, variable, folder and numeric user."""
+    with registries.running(tmp_path_factory.mktemp("registry")) as registry:
+        made = images.tiny(["PATH=/tools:/bin", "FROM_IMAGE=a b"], WorkingDir="/app", User="4321:0")
+        layer = tar([folder("tools", 0o755), member("tools/hello", b"#!/bin/sh\necho hello\n", mode=0o755)])
+        repository, _, tag = NAME.partition(":")
+        push(registry.base, repository, tag, [Image([*made.layers, layer], made.config)])
+        node.restart(registries=json.dumps({registry.host: {"plain_http": True}}), boot_args_allow="audit=,quiet")
+        yield f"{registry.host}/{NAME}"
+
+
+@pytest.fixture
+def cold(create: Create, api: httpx.Client, image: str) -> ColdStart:
+    """POST /sandboxes-cold; ``create`` removes what it made."""
+
+    def start(**body: Any) -> Sandbox:
+        asked = {"image": image, "timeout": 300, "diskSizeMB": DISK, **body}
+        answer = api.post("/sandboxes-cold", json=asked, timeout=300)
+        assert answer.status_code == 201, answer.text
+        made = answer.json()
+        assert made["templateID"] == asked["image"]
+        started: Sandbox = Sandbox.connect(made["sandboxID"], timeout=300)
+        return started
+
+    return start
+
+
+def test_an_image_boots_as_it_says(cold: ColdStart, node: NodeProcess, api: httpx.Client) -> None:
+    sandbox = cold(
+        envVars={"COLOUR": "green"},
+        memoryMB=384,
+        secure=True,
+        extraBootArgs="audit=0 forbidden=1 aenv.root=/dev/null",
+    )
+    said = sandbox.commands.run("pwd; id -u; id -g; echo $PATH; echo $FROM_IMAGE $COLOUR; hello")
+    assert said.stdout.splitlines() == ["/app", "4321", "0", "/tools:/bin", "a b green", "hello"]
+    parameters = sandbox.commands.run("cat /proc/cmdline").stdout.split()
+    assert "audit=0" in parameters and "forbidden=1" not in parameters and "aenv.root=/dev/vda" in parameters
+    record = api.get(f"/sandboxes/{sandbox.sandbox_id}").json()
+    assert (record["memoryMB"], record["diskSizeMB"], record["state"]) == (384, DISK, "running")
+    size = int(sandbox.commands.run("stat -f -c '%b %S' /").stdout.split()[0]) * 4096
+    assert 0.8 * (DISK << 20) < size <= DISK << 20
+
+
+def test_the_converted_image_is_used_again(cold: ColdStart, node: NodeProcess) -> None:
+    first = cold()
+    converted = sorted((node.home / "images" / "rootfs").glob("*.ext4"))
+    before = [(path, path.stat().st_ino, path.stat().st_mtime_ns) for path in converted]
+    second = cold()
+    assert [path for path, _, _ in before] == sorted((node.home / "images" / "rootfs").glob("*.ext4"))
+    assert [number for _, number, _ in before] == [path.stat().st_ino for path in converted]
+    disks = [layer["parent"] for layer in map(json.loads, node.records("layers").values()) if layer["parent"]]
+    mine = [json.loads(node.records("sandboxes")[s.sandbox_id])["disk"] for s in (first, second)]
+    parents = {json.loads(node.records("layers")[disk])["parent"] for disk in mine}
+    assert len(parents) == 1 and parents <= set(disks), "both are on the same layer"
+    (base,) = parents
+    assert (node.home / "layers" / f"{base}.raw").stat().st_ino in [number for _, number, _ in before]
+    first.commands.run("echo mine > /tmp/f")
+    assert second.commands.run("cat /tmp/f 2>/dev/null || echo nothing").stdout == "nothing\n"
+    first.kill()
+    second.kill()
+    wait_for(lambda: base not in node.records("layers"), "the image's layer to go with its last sandbox")
+    wait_for(lambda: not (node.home / "layers" / f"{base}.raw").exists(), "its file to go as well")
+
+
+def test_it_is_a_sandbox_like_any_other(
+    cold: ColdStart, create: Create, node: NodeProcess, api: httpx.Client
+) -> None:
+    sandbox = cold(extraBootArgs="audit=0", envVars={"COLOUR": "green"})
+    booted = boot_id(sandbox)
+    sandbox.commands.run("echo kept > /tmp/f; echo memory > /dev/shm/f")
+    sandbox.pause()
+    sandbox.connect()
+    assert (boot_id(sandbox), sandbox.commands.run("cat /tmp/f /dev/shm/f").stdout) == (booted, "kept\nmemory\n")
+    (child,) = sandbox.fork(count=1)
+    assert isinstance(child, Sandbox)
+    assert child.commands.run("cat /dev/shm/f; pwd; echo $COLOUR").stdout == "memory\n/app\ngreen\n"
+    saved = sandbox.create_snapshot(name="from-cold")
+    sandbox.kill()
+    made = create(saved.snapshot_id)
+    assert made.commands.run("cat /dev/shm/f; echo $FROM_IMAGE; id -u").stdout == "memory\na b\n4321\n"
+    api.delete(f"/snapshots/{saved.snapshot_id}")
+    child.pause(mode="filesystem")
+    assert snapshot_of(node, child)["memory_base"] is None
+    child.connect()
+    assert boot_id(child) != booted
+    assert "audit=0" in child.commands.run("cat /proc/cmdline").stdout.split(), "also when it boots again"
+    restart(node)
+    assert child.commands.run("cat /tmp/f").stdout == "kept\n"
+    assert_nothing_leaked(node)
+
+
+def test_what_cannot_be_started_leaves_nothing(image: str, api: httpx.Client, node: NodeProcess) -> None:
+    host = image.partition("/")[0]
+    for body, status, says in (
+        ({"image": f"{host}/cold/none"}, 400, "not found"),
+        ({"image": "UPPER"}, 400, "lower case"),
+        ({"image": f"oci:{node.home}"}, 400, ""),
+        ({"image": image, "diskSizeMB": 1}, 400, "diskSizeMB"),
+        ({"image": image, "diskSizeMB": 64 << 20}, 400, "diskSizeMB"),
+        ({"image": image, "cpuCount": 64}, 400, "cpuCount"),
+        ({"image": image, "memoryMB": 64}, 400, "memoryMB"),
+    ):
+        answer = api.post("/sandboxes-cold", json=body, timeout=120)
+        assert answer.status_code == status and says in answer.json()["message"], answer.text
+    assert not node.records("sandboxes")
+    assert_nothing_leaked(node)
+
+
+def test_a_file_system_that_does_not_boot_is_a_clear_error(image: str, api: httpx.Client, node: NodeProcess) -> None:
+    answer = api.post("/sandboxes-cold", json={"image": image, "diskSizeMB": DISK + 8}, timeout=300)
+    assert answer.status_code == 201, answer.text
+    api.delete(f"/sandboxes/{answer.json()['sandboxID']}")
+    (converted,) = (node.home / "images" / "rootfs").glob(f"*-{DISK + 8}-*.ext4")
+    wait_for(lambda: os.stat(converted).st_nlink == 1, "the sandbox's layer to go")  # noqa: PTH116
+    with Path(converted).open("r+b") as file:  # the superblock is at 1024
+        file.write(bytes(65536))
+    answer = api.post("/sandboxes-cold", json={"image": image, "diskSizeMB": DISK + 8}, timeout=300)
+    assert answer.status_code == 500 and answer.json()["error_code"] == "sandbox_create_failed", answer.text
+    wait_for(lambda: not node.records("sandboxes"), "the failed sandbox to go")
+    converted.unlink()
+    assert_nothing_leaked(node)
