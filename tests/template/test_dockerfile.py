@@ -110,8 +110,9 @@ def test_instructions_come_back_however_their_lines_are_broken(
 
 
 SNIPPETS = st.sampled_from(
-    ["FROM a", "FROM a AS b", "RUN ", "COPY --from=b ", "ENV A=", "ARG X", "<<E", "E", "\\", "$A", "${", "'", '"', "[",
-     '["a"]', "--mount=", "ADD http://x/y /z", "USER ", "WORKDIR ", "VOLUME ", "EXPOSE ", "SHELL ", "# escape=`", "`"]
+    ["FROM a", "FROM a AS b", "RUN ", "COPY --from=b ", "ENV A=", "ARG X", "<<E", "E", "\\", "$A", "${", "'", '"',
+     "[", '["a"]', "--mount=", "ADD http://x/y /z", "USER ", "WORKDIR ", "VOLUME ", "EXPOSE ", "SHELL ", "# escape=`",
+     "`"]
 )  # fmt: skip
 
 
