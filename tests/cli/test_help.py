@@ -40,9 +40,9 @@ def test_every_command_explains_itself(context: click.Context, command: click.Co
 
 
 def test_the_list_of_commands_says_what_each_says_of_itself() -> None:
-    listed = {name for _, entries in root.sections for name, _, _ in entries}  # type: ignore[attr-defined]
+    listed = {name for _, entries in root.sections for name, _, _ in entries}
     assert listed == {context.info_name for context, _ in COMMANDS if context.command_path.count(" ") == 1}
-    for alias, name in root.aliases.items():  # type: ignore[attr-defined]
+    for alias, name in root.aliases.items():
         assert root.get_command(click.Context(root), alias) is root.get_command(click.Context(root), name)
 
 

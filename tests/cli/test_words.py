@@ -21,7 +21,7 @@ COLUMNS = (
     Column("SIZE", right=True, spare=2),
     Column("ABOUT", cut=True),
 )
-ROWS = [
+ROWS: list[list[str | Cell]] = [
     ["i" * 20, "a template's name", "1", "512 MiB", "x" * 60],
     ["j" * 20, Cell("red", "31"), "16", "4 GiB", ""],
 ]

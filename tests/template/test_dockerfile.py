@@ -67,7 +67,8 @@ def test_lists() -> None:
 
 
 def test_here_documents() -> None:
-    content = "RUN <<EOF\na\n  b\nEOF\nCOPY <<one <<-'two' /to/\nA\none\n\tB\n\ttwo\nRUN cat <<< x\nRUN echo '<<no' \"<<no\"\n"
+    content = "RUN <<EOF\na\n  b\nEOF\nCOPY <<one <<-'two' /to/\nA\none\n\tB\n\ttwo\n"
+    content += "RUN cat <<< x\nRUN echo '<<no' \"<<no\"\n"
     run, copy, here_string, quoted = parse(content).instructions
     assert [(one.name, one.content, one.expand) for one in run.heredocs] == [("EOF", "a\n  b\n", True)]
     assert [(one.name, one.content, one.expand) for one in copy.heredocs] == [
