@@ -11,7 +11,7 @@ from pathlib import Path
 import structlog
 
 from aenv.client.guest import ENVD_PORT, GuestClient
-from aenv.config import Settings
+from aenv.config import RepositorySettings, Settings
 from aenv.errors import AenvError, ConflictError
 from aenv.guest.artifacts import GuestArtifacts, ensure_base_rootfs, ensure_kernel_and_initramfs
 from aenv.network.pool import SlotPool
@@ -159,7 +159,11 @@ async def running_node(settings: Settings, progress: Progress, *, pause_all: boo
         store.sandboxes.on_change = recorder.on_change
         for sandbox in await recover(store, layout, slots, machines, capacity, vms):
             node.expiry.watch(sandbox)
-        await sharing.start(checkpoints.files, lambda: free_disk_mib(settings.home) < SHORT * settings.reserve_disk)
+        await sharing.start(
+            checkpoints.files,
+            lambda: free_disk_mib(settings.home) < SHORT * settings.reserve_disk,
+            shared=settings.repository != RepositorySettings(),
+        )
         checkpoints.files.collect_garbage()
         await ensure_base(settings, layout, store, vmm, slots, guests, shape, artifacts, progress)
         templates = template_service(

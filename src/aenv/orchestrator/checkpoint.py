@@ -24,7 +24,7 @@ from aenv.orchestrator.store import Store
 from aenv.snapshot.model import MemoryBase, Snapshot
 from aenv.storage.layout import Layout, allocated_bytes, remove
 from aenv.storage.lsmt import compose, disk_errors
-from aenv.vmm.protocol import Fingerprint, MachineShape
+from aenv.vmm.protocol import CaptureStats, Fingerprint, MachineShape
 
 log = structlog.get_logger()
 
@@ -70,8 +70,8 @@ class Checkpoints:
         """
         snapshot_id = secrets.token_hex(10)
         async with self._stopped(sandbox, machine, snapshot_id, settle=not memory):
-            delta = await self._capture(machine, snapshot_id) if memory else None
-            point = await self._finished(snapshot_id, sandbox, delta, owner=sandbox.id)
+            stats = await self._capture(machine, snapshot_id) if memory else None
+            point = await self._finished(snapshot_id, sandbox, stats, owner=sandbox.id)
             try:
                 commit(point)
             except BaseException:
@@ -91,7 +91,7 @@ class Checkpoints:
         snapshot_id = secrets.token_hex(10)
         started = time.monotonic()
         async with self._stopped(sandbox, machine, snapshot_id, settle=not memory):
-            delta = await self._capture(machine, snapshot_id) if memory else None
+            stats = await self._capture(machine, snapshot_id) if memory else None
             await machine.vm.rebase_disk(self.layout.layer(layer))
         # Whatever happens from here on, the VM writes to the new layer.
         current = self._store.sandboxes[sandbox.id]
@@ -111,7 +111,7 @@ class Checkpoints:
             self.files.background.spawn(
                 self._machines.introduce(sandbox, machine.lease, [sandbox.envd_access_token], 10.0)
             )
-            return await self._finished(snapshot_id, sandbox, delta, owner=None)
+            return await self._finished(snapshot_id, sandbox, stats, owner=None)
         except BaseException:
             remove(self.layout.snapshot(snapshot_id))
             raise
@@ -156,8 +156,8 @@ class Checkpoints:
                 await self._machines.thaw(sandbox, machine)
                 return
 
-    async def _capture(self, machine: Machine, snapshot_id: str) -> int:
-        """Device state and memory of a stopped VM; the bytes of memory that were written, at least 1."""
+    async def _capture(self, machine: Machine, snapshot_id: str) -> CaptureStats:
+        """Device state and memory of a stopped VM."""
         stats = await machine.vm.capture(self.layout.state(snapshot_id), self.layout.delta(snapshot_id))
         log.debug(
             "captured",
@@ -166,16 +166,19 @@ class Checkpoints:
             zero=stats.zero_bytes,
             stall_s=stats.stall,
         )
-        return max(1, stats.memory_bytes)
+        return stats
 
     async def _finished(
-        self, snapshot_id: str, sandbox: Sandbox, delta_bytes: int | None, *, owner: str | None
+        self, snapshot_id: str, sandbox: Sandbox, stats: CaptureStats | None, *, owner: str | None
     ) -> Checkpoint:
-        """The snapshot of what was captured; None bytes: only the disk was."""
-        if delta_bytes is None:
-            return Checkpoint(self._snapshot(snapshot_id, sandbox, owner, None, 0))
+        """The snapshot of what was captured; None: only the disk was."""
+        snapshot = self._snapshot(snapshot_id, sandbox, owner)
+        if stats is None:
+            return Checkpoint(snapshot)
+        snapshot = replace(snapshot, hot=stats.hot)
         if sandbox.memory_base is not None:
-            return Checkpoint(self._snapshot(snapshot_id, sandbox, owner, sandbox.memory_base, delta_bytes))
+            delta_bytes = max(1, stats.memory_bytes)  # 0 would say that there is no delta
+            return Checkpoint(replace(snapshot, memory_base=sandbox.memory_base, delta_bytes=delta_bytes))
         # This VM booted: what it captured is relative to nothing, and is all of its memory.
         base = secrets.token_hex(10)
         path, delta = self.layout.memory(base), self.layout.delta(snapshot_id)
@@ -185,18 +188,16 @@ class Checkpoints:
             path.unlink(missing_ok=True)
             raise
         delta.unlink()
-        snapshot = self._snapshot(snapshot_id, sandbox, owner, base, 0)
-        return Checkpoint(snapshot, MemoryBase(base, allocated_bytes(path)))
+        return Checkpoint(replace(snapshot, memory_base=base), MemoryBase(base, allocated_bytes(path)))
 
-    def _snapshot(
-        self, snapshot_id: str, sandbox: Sandbox, owner: str | None, memory_base: str | None, delta_bytes: int
-    ) -> Snapshot:
+    def _snapshot(self, snapshot_id: str, sandbox: Sandbox, owner: str | None) -> Snapshot:
+        """Of the disk alone."""
         assert sandbox.disk is not None
         return Snapshot(
             id=snapshot_id,
             owner=owner,
-            memory_base=memory_base,
-            delta_bytes=delta_bytes,
+            memory_base=None,
+            delta_bytes=0,
             disk=sandbox.disk,
             shape=MachineShape(sandbox.vcpus, sandbox.memory_mib),
             disk_mib=sandbox.disk_mib,

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from aenv.errors import AenvError, CorruptFileError, InvalidRequestError, NotFoundError, SnapshotNotFoundError
 from aenv.orchestrator import catalog
 from aenv.orchestrator.model import SavedSnapshot
-from aenv.orchestrator.publication import Attributes
+from aenv.orchestrator.publication import HOT, Attributes
 from aenv.orchestrator.records import Origin
 from aenv.orchestrator.saved import SavedSnapshots
 from aenv.orchestrator.store import Store
@@ -189,6 +189,7 @@ class Imports:
                 guest_token=manifest.guest_token,
                 created_at=manifest.created_at,
                 parent=manifest.parent,
+                hot=used if isinstance(used := manifest.attributes.get(HOT), str) else None,
             )
         )
 

@@ -27,6 +27,7 @@ from aenv.storage.layout import Layout
 
 log = structlog.get_logger()
 
+HOT = "hot"  # attribute of a manifest: see ``Snapshot.hot``
 RETRY = 5.0, 300.0  # seconds until what failed is tried again: at first, and at most
 
 
@@ -229,7 +230,7 @@ class Publication:
             state=layout.state(snapshot.id) if snapshot.has_memory else None,
             parent=self._memory(parent),
             committed={row.id: row.volume for row in store.committed.rows.values()},
-            attributes=asdict(want.attributes),
+            attributes={**asdict(want.attributes), HOT: snapshot.hot},
         )
 
     def _memory(self, snapshot: Snapshot | None) -> LocalMemory | None:

@@ -58,13 +58,16 @@ class Sharing:
         self._tasks: list[asyncio.Task[None]] = []
         self._collected = 0  # of the snapshots that were deleted
 
-    async def start(self, files: SnapshotFiles, is_short: Callable[[], bool]) -> None:
-        """After recovery. ``is_short`` says that the disk has less room than it should.
+    async def start(self, files: SnapshotFiles, is_short: Callable[[], bool], *, shared: bool) -> None:
+        """After recovery. ``is_short`` says that the disk has less room than it should; ``shared`` that other nodes
+        use the repository, so that snapshots of theirs are to be expected.
 
         A repository that cannot be reached is tried again, and keeps nothing else from working.
         """
         files.on_forget = self.volumes.forget
         await self.volumes.start()
+        if shared:
+            self.volumes.background.spawn(self.volumes.prepare())
         self.publication = Publication(
             self._layout, self._store, files, self._repository, self._committer, self._place
         )

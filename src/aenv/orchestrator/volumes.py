@@ -17,6 +17,7 @@ import structlog
 from aenv.background import Background
 from aenv.errors import AenvError, NotFoundError
 from aenv.orchestrator.store import Store
+from aenv.orchestrator.warming import warm
 from aenv.snapshot.manifest import Manifest, Volume
 from aenv.snapshot.model import Committed, DiskLayer, MemoryBase, is_volume, volume_id
 from aenv.snapshot.reachability import chain
@@ -70,6 +71,7 @@ class Volumes:
         self._claim: Claim | None = None
         self._claiming = asyncio.Lock()
         self._coming: Counter[str] = Counter()  # digests that records are about to name
+        self._warmed: set[str] = set()  # memories whose hot parts were read ahead
         self.background = Background()
 
     async def start(self) -> None:
@@ -84,16 +86,30 @@ class Volumes:
         except AenvError as error:
             log.warning("layers in use could not be claimed; trying again with the next use", error=str(error))
 
-    async def ensure(self, disk: str, memory_base: str | None = None) -> None:
-        """Have as files all volumes below a disk layer, and the memory base. Raises SourceError."""
+    async def prepare(self) -> None:
+        """Start the layer server before anybody waits for it."""
+        try:
+            await self._server.ensure_running()
+        except AenvError as error:
+            log.warning("the layer server could not be started ahead", error=str(error))
+
+    async def ensure(self, disk: str, memory_base: str | None = None, hot: str | None = None) -> None:
+        """Have as files all volumes below a disk layer, and the memory base. Raises SourceError.
+
+        What of the memory is ``hot`` is read ahead behind it, once as long as the file is there.
+        """
         names = volumes_of(self._store, disk, memory_base)
         if not names:
             return
-        await self._server.ensure_running()
+        if await self._server.ensure_running():
+            self._warmed.clear()
         for name in names:
             # Files on a disk are read in order, pages of a memory are not.
             sequential = name != memory_base
-            await self._server.export(name, self._store.committed[name].volume, sequential=sequential)
+            path = await self._server.export(name, self._store.committed[name].volume, sequential=sequential)
+            if not sequential and hot is not None and name not in self._warmed:
+                self._warmed.add(name)
+                self.background.spawn(warm(path, hot))
 
     @asynccontextmanager
     async def keeping(self, digests: Iterable[str]) -> AsyncIterator[None]:
@@ -118,6 +134,7 @@ class Volumes:
 
     async def _forget(self, names: list[str]) -> None:
         for name in names:
+            self._warmed.discard(name)
             if name not in self._store.committed.rows:  # it was not imported again meanwhile
                 with contextlib.suppress(NotFoundError):
                     await self._server.unexport(name)

@@ -67,6 +67,7 @@ class Snapshot:
     guest_token: str | None  # envd's access token at the moment of capture
     created_at: datetime
     parent: str | None = None  # the snapshot that its VM was started from or that was taken of it before
+    hot: str | None = None  # which memory its VM had used: see ``aenv.vmm.hot``
 
     @property
     def has_memory(self) -> bool:

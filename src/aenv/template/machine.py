@@ -78,7 +78,7 @@ class Workshop:
     async def restore(self, snapshot: Snapshot, pins: Pins) -> "BuildMachine":
         """A machine that runs on from ``snapshot``. Raises CapacityError, VmmError, SandboxStartError."""
         pins.add(snapshot.id)
-        await self.volumes.ensure(snapshot.disk, snapshot.memory_base)
+        await self.volumes.ensure(snapshot.disk, snapshot.memory_base, snapshot.hot)
         lease = await self.pool.acquire(snapshot.shape)
         snapshot = self.store.snapshots[snapshot.id]  # its memory may have been merged meanwhile
         assert snapshot.memory_base is not None  # see ``runs_here``
@@ -262,6 +262,7 @@ class BuildMachine:
             fingerprint=self._workshop.vmm.fingerprint,
             guest_token=None,
             created_at=datetime.now(UTC),
+            hot=stats.hot,
         )
 
     async def _record(self, snapshot: Snapshot, layer: DiskLayer, *, own_memory: bool = False) -> None:

@@ -86,15 +86,24 @@ def find_mapping(pid: int, base: Path, size: int) -> Mapping:
 
 def private_runs(mapping: Mapping) -> tuple[Words, Words]:
     """Page numbers and lengths (pages) of the runs of pages that are the process's own, ascending."""
+    return _runs_where(mapping, own=True)
+
+
+def touched_runs(mapping: Mapping) -> tuple[Words, Words]:
+    """The same of all pages that the process has mapped now, its own or the file's: those it has used."""
+    return _runs_where(mapping, own=False)
+
+
+def _runs_where(mapping: Mapping, *, own: bool) -> tuple[Words, Words]:
     try:
         fd = os.open(f"/proc/{mapping.pid}/pagemap", os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise VmmError(f"Process {mapping.pid} is gone.") from error
     try:
         try:
-            starts, ends = _scan(fd, mapping)
+            starts, ends = _scan(fd, mapping, IS_FILE if own else 0)
         except OSError:  # ENOTTY: Linux < 6.7
-            return _runs_by_pagemap(fd, mapping)
+            return _runs_by_pagemap(fd, mapping, own)
     finally:
         os.close(fd)
     base = np.uint64(mapping.start)
@@ -102,7 +111,8 @@ def private_runs(mapping: Mapping) -> tuple[Words, Words]:
     return first, (ends - starts) // np.uint64(PAGE)
 
 
-def _scan(fd: int, mapping: Mapping) -> tuple[Words, Words]:
+def _scan(fd: int, mapping: Mapping, without: int) -> tuple[Words, Words]:
+    """Starts and ends (addresses) of regions that are mapped and not of the categories ``without``."""
     vector = np.zeros((REGIONS, 3), dtype=np.uint64)
     start, end = mapping.start, mapping.start + mapping.size
     found = []
@@ -111,7 +121,7 @@ def _scan(fd: int, mapping: Mapping) -> tuple[Words, Words]:
         argument = bytearray(
             struct.pack(
                 "12Q", 96, 0, start, end, 0, vector.ctypes.data, REGIONS, 0,
-                IS_FILE, IS_FILE, IS_PRESENT | IS_SWAPPED, IS_FILE,
+                without, without, IS_PRESENT | IS_SWAPPED, without,
             )
         )  # fmt: skip
         count = fcntl.ioctl(fd, PAGEMAP_SCAN, argument, True)
@@ -129,7 +139,7 @@ def _scan(fd: int, mapping: Mapping) -> tuple[Words, Words]:
     return starts, ends
 
 
-def _runs_by_pagemap(fd: int, mapping: Mapping) -> tuple[Words, Words]:
+def _runs_by_pagemap(fd: int, mapping: Mapping, own: bool) -> tuple[Words, Words]:
     pages = mapping.size // PAGE
     entries = np.empty(pages, dtype=np.uint64)
     view = entries.view(np.uint8).data
@@ -139,8 +149,10 @@ def _runs_by_pagemap(fd: int, mapping: Mapping) -> tuple[Words, Words]:
         if count <= 0:
             raise VmmError(f"Process {mapping.pid} is gone.")
         got += count
-    own = ((entries & (BIT_PRESENT | BIT_SWAP)) != 0) & ((entries & BIT_FILE) == 0)
-    return runs(np.flatnonzero(own).astype(np.uint64))
+    found = (entries & (BIT_PRESENT | BIT_SWAP)) != 0
+    if own:
+        found &= (entries & BIT_FILE) == 0
+    return runs(np.flatnonzero(found).astype(np.uint64))
 
 
 def runs(pages: Words) -> tuple[Words, Words]:

@@ -63,12 +63,16 @@ class MemoryImage:
 
 @dataclass(frozen=True, slots=True)
 class CaptureStats:
-    """What one capture wrote. ``stall`` is how long the guest did not run, in seconds."""
+    """What one capture wrote. ``stall`` is how long the guest did not run, in seconds.
+
+    ``hot`` is which parts of its memory it used since it was started (``aenv.vmm.hot``).
+    """
 
     memory_bytes: int
     zero_bytes: int
     state_bytes: int
     stall: float
+    hot: str | None = None
 
 
 class Vm(Protocol):

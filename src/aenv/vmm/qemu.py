@@ -23,8 +23,8 @@ import structlog
 from aenv.errors import CapacityError, VmmError
 from aenv.storage import qcow2
 from aenv.storage.lsmt import disk_errors
+from aenv.vmm import hot, process, qemu_command, reclaim
 from aenv.vmm import memory as ram
-from aenv.vmm import process, qemu_command, reclaim
 from aenv.vmm.protocol import (
     CaptureStats,
     Fingerprint,
@@ -204,12 +204,12 @@ class QemuVm:
                 if await self._blocking(_is_full, state.parent):
                     raise CapacityError(f"No room left to write {state}.", "Free disk space.") from error
                 raise
-            captured = await self._blocking(self._capture, delta)
+            captured, used = await self._blocking(self._capture, delta)
             state_bytes = temporary.stat().st_size
             temporary.replace(state)
         finally:
             temporary.unlink(missing_ok=True)
-        return CaptureStats(captured.data, captured.zero, state_bytes, time.monotonic() - began)
+        return CaptureStats(captured.data, captured.zero, state_bytes, time.monotonic() - began, used)
 
     async def disk(self) -> Path:
         _, path = await self._root()
@@ -311,8 +311,10 @@ class QemuVm:
             self._mapping = ram.find_mapping(self.pid, image.base, size)
             ram.inject(self._mapping, image.delta)
 
-    def _capture(self, delta: Path) -> ram.Captured:
-        return ram.capture(self._mapped(), delta, self._record.over_zeros)
+    def _capture(self, delta: Path) -> tuple[ram.Captured, str]:
+        mapping = self._mapped()
+        used = hot.of_runs(*ram.touched_runs(mapping), ram.PAGE, mapping.size)
+        return ram.capture(mapping, delta, self._record.over_zeros), hot.encode(used)
 
     def _blocking(self, function: Callable[..., T], *arguments: Any) -> "asyncio.Future[T]":
         return asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
