@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -117,6 +119,47 @@ def test_it_is_a_sandbox_like_any_other(
     restart(node)
     assert child.commands.run("cat /tmp/f").stdout == "kept\n"
     assert_nothing_leaked(node)
+
+
+def test_the_cache_is_listed_and_removed_from(
+    cold: ColdStart, node: NodeProcess, api: httpx.Client, image: str
+) -> None:
+    sandbox = cold()
+
+    def cached() -> list[dict[str, Any]]:
+        return [item for item in api.get("/images").json() if image in item["names"]]
+
+    (listed,) = cached()
+    assert (listed["names"], listed["inUse"], listed["sharedBytes"]) == ([image], 1, 0)
+    assert listed["sizeBytes"] > 1e6
+    refused = api.delete(f"/images/{image}")
+    assert refused.status_code == 409 and "in use" in refused.json()["message"]
+    assert api.delete("/images/no/such").status_code == 404
+    collected = api.post("/images/gc", json={"capacityMB": 0}).json()
+    assert collected["removed"] == 0, "it was just used"
+    assert api.post("/images/gc", json={"capacityMB": -1}).status_code == 400
+
+    environment = {**os.environ, "AENV_API_URL": node.url, "AENV_API_KEY": node.api_key, "NO_COLOR": "1"}
+
+    def aenv(*arguments: str) -> subprocess.CompletedProcess[str]:
+        program = Path(sys.executable).parent / "aenv"
+        return subprocess.run([program, *arguments], env=environment, capture_output=True, text=True, timeout=300)
+
+    shown = aenv("image", "ls", "-o", "table")
+    assert image in shown.stdout and "IN USE" in shown.stdout, shown
+    assert listed["digest"] in aenv("image", "ls", "-q").stdout.split()
+    assert aenv("image", "rm", image).returncode == 1
+    started = aenv("start", "--cold", image, "--disk", str(DISK), "--mem", "256", "-q")
+    assert started.returncode == 0, started.stderr
+    second = Sandbox.connect(started.stdout.strip(), timeout=300)
+    assert second.commands.run("pwd").stdout == "/app\n"
+    assert aenv("start", "base", "--disk", "99", "-q").returncode == 1
+    second.kill()
+    sandbox.kill()
+    wait_for(lambda: cached()[0]["inUse"] == 0, "the image to be unused")
+    assert aenv("image", "rm", image).returncode == 0
+    assert cached() == []
+    assert "kept" in aenv("image", "gc", "-o", "table").stdout
 
 
 def test_what_cannot_be_started_leaves_nothing(image: str, api: httpx.Client, node: NodeProcess) -> None:

@@ -52,6 +52,7 @@ SECTIONS = (
             ("build", _AT + "build:build", "Make a template from a Dockerfile"),
             ("template", _AT + "templates:group", "List, watch and delete templates"),
             ("snapshot", _AT + "snapshots:group", "Make, list and delete snapshots"),
+            ("image", _AT + "images:group", "List and remove cached container images"),
         ),
     ),
     (

@@ -6,6 +6,7 @@ from typing import Any
 from aenv.client.transport import Query, Transport, quoted
 
 PAGE = 100  # the server's largest page
+PULL_TIMEOUT = 3600.0  # seconds; a large image over a slow line
 
 Json = dict[str, Any]
 
@@ -98,6 +99,25 @@ class Api:
 
     def delete_snapshot(self, name: str) -> None:
         self.transport.request("DELETE", f"/snapshots/{quoted(name)}")
+
+    # -- images
+
+    def create_cold(self, body: Json) -> Json:
+        """Boots a container image, which may have to be pulled first."""
+        made: Json = self.transport.request("POST", "/sandboxes-cold", body=body, timeout=PULL_TIMEOUT).json()
+        return made
+
+    def images(self) -> list[Json]:
+        """Of the node's cache, the last used first."""
+        found: list[Json] = self._get("/images")
+        return found
+
+    def remove_image(self, name: str) -> None:
+        self.transport.request("DELETE", f"/images/{quoted(name)}")
+
+    def collect_images(self, capacity_mib: int | None) -> Json:
+        done: Json = self._post("/images/gc", {} if capacity_mib is None else {"capacityMB": capacity_mib})
+        return done
 
     # -- templates
 

@@ -34,6 +34,7 @@ from aenv.image.errors import (
 )
 from aenv.image.ext4 import make_ext4
 from aenv.image.gc import collect
+from aenv.image.inventory import note
 from aenv.image.locks import locked, try_lock
 from aenv.image.manifest import (
     ImageConfig,
@@ -121,6 +122,8 @@ async def _from_registry(
         found, digest, parsed = await _resolve(
             client, store, candidates(reference, settings.registry_search), settings
         )
+        used = [parsed.config.digest, *(layer.digest for layer in parsed.layers)]
+        await asyncio.to_thread(note, home, digest, str(found), used)
         async with _making(home, digest, size_mib) as target:
             if (known := _cached(target)) is not None:
                 return target, known

@@ -18,9 +18,11 @@ aenv start base --rm                 # delete it when the shell ends
 ID=$(aenv start base -dq --timeout 2h)
 aenv start my-app -e MODE=test -m project=demo
 aenv start base --cpu 2 --mem 1024   # makes a template of that size on the first use
+aenv start --cold ubuntu:24.04       # boots a container image; no template is made
 """,
 )
-@options.template_argument(default="base", help="Name or id of a template or a snapshot.")
+@options.template_argument(default="base", help="Name or id of a template or a snapshot; with --cold, an image.")
+@click.option("--cold", is_flag=True, help="Boot the container image of that name.")
 @click.option("-d", "--detach", is_flag=True, help="Only start it; open no shell.")
 @click.option("--rm", "remove", is_flag=True, help="Delete the sandbox when the shell ends.")
 @options.timeout_option("How long it lives: 90s, 15m, 2h. Shells prolong it.")
@@ -41,6 +43,7 @@ aenv start base --cpu 2 --mem 1024   # makes a template of that size on the firs
 @click.option("--no-internet", is_flag=True, help="No way out of the sandbox.")
 @options.cpu_option
 @options.memory_option
+@click.option("--disk", type=click.IntRange(min=1), metavar="MIB", help="Root disk, with --cold.")
 @options.environment_option
 @options.metadata_option
 @options.user_option
@@ -48,6 +51,7 @@ aenv start base --cpu 2 --mem 1024   # makes a template of that size on the firs
 @options.output_option
 def start(
     template: str,
+    cold: bool,
     detach: bool,
     remove: bool,
     timeout: int,
@@ -56,6 +60,7 @@ def start(
     no_internet: bool,
     cpu: int | None,
     memory: int | None,
+    disk: int | None,
     environment: tuple[tuple[str, str], ...],
     metadata: tuple[tuple[str, str], ...],
     user: str | None,
@@ -68,7 +73,6 @@ def start(
     """
     api = session.connect()
     body: Json = {
-        "templateID": template,
         "timeout": timeout,
         "autoPause": on_timeout == "pause",
         "secure": secure,
@@ -77,12 +81,20 @@ def start(
     }
     if no_internet:
         body["allowInternetAccess"] = False
-    with session.naming("template or snapshot", template):
-        if cpu is not None or memory is not None:
+    if disk is not None and not cold:
+        raise AenvError("--disk is for --cold.", "A template has the disk it was made with.")
+    with session.naming("image" if cold else "template or snapshot", template):
+        if cold:
+            sizes = {"cpuCount": cpu, "memoryMB": memory, "diskSizeMB": disk}
+            body |= {"image": template} | {name: value for name, value in sizes.items() if value is not None}
+        elif cpu is not None or memory is not None:
             from aenv.cli.sizes import sized
 
             body["templateID"] = sized(api, template, cpu, memory)
-        made = session.undoable(lambda: api.create(body), lambda made: api.kill(made["sandboxID"]))
+        else:
+            body["templateID"] = template
+        create = api.create_cold if cold else api.create
+        made = session.undoable(lambda: create(body), lambda made: api.kill(made["sandboxID"]))
     sandbox_id = made["sandboxID"]
     if detach or not (sys.stdin.isatty() and sys.stdout.isatty()):
         _print(api, sandbox_id, quiet, form)
