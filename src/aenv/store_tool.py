@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import IO, Annotated, Any, Literal
 
 import typer
 
 from aenv.cli import output
-from aenv.cli.output import OutputOption
+from aenv.cli.table import Column
 from aenv.config import RepositorySettings
 from aenv.errors import AenvError, CapacityError, CorruptFileError, NotFoundError, SnapshotNotFoundError, SourceError
 from aenv.snapshot.archive import export_snapshot, import_snapshot
@@ -37,6 +37,10 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+OutputOption = Annotated[
+    Literal["table", "json"] | None,
+    typer.Option("-o", "--output", help="table or json; a table on a terminal, else JSON.", show_default=False),
+]
 SnapshotArgument = Annotated[str, typer.Argument(metavar="SNAPSHOT", help="Id, name or name:tag")]
 
 
@@ -66,7 +70,14 @@ def list_snapshots(context: typer.Context, form: OutputOption = None) -> None:
         output.print_json([_summary(manifest, names[manifest.id]) for manifest in manifests])
         return
     output.table(
-        ["ID", "NAMES", "AGE", "STORED", "VIRTUAL", "MEMORY"],
+        [
+            Column("ID"),
+            Column("NAMES", cut=True),
+            Column("AGE"),
+            Column("STORED", right=True),
+            Column("VIRTUAL", right=True),
+            Column("MEMORY"),
+        ],
         (
             [
                 manifest.id,
@@ -78,7 +89,6 @@ def list_snapshots(context: typer.Context, form: OutputOption = None) -> None:
             ]
             for manifest in manifests
         ),
-        right=["STORED", "VIRTUAL"],
         empty="No snapshots.",
     )
 
@@ -113,9 +123,8 @@ def show(context: typer.Context, snapshot: SnapshotArgument, form: OutputOption 
     )
     print()
     output.table(
-        ["OF", "SIZE", "DIGEST"],
+        [Column("OF"), Column("SIZE", right=True), Column("DIGEST")],
         ([of, output.bytes_text(layer.size), layer.digest] for of, layer in _layers(manifest)),
-        right=["SIZE"],
     )
 
 
@@ -335,6 +344,7 @@ def _progress(what: str) -> Iterator[Progress | None]:
     if not sys.stderr.isatty():
         yield None
         return
+    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.progress import Progress as Bars
 
@@ -345,7 +355,7 @@ def _progress(what: str) -> Iterator[Progress | None]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Bars(*columns, console=output.console(stderr=True), transient=True) as bars:
+    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task(what, total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total)
 
