@@ -1,5 +1,6 @@
 """The repository over a folder and over a real S3 server: commits, names, deletion, collection, verification."""
 
+import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -16,6 +17,8 @@ from aenv.errors import (
     SnapshotNotFoundError,
     SourceError,
 )
+from aenv.snapshot.catalog import shard_key
+from aenv.snapshot.claims import load_digests
 from aenv.snapshot.collector import layer_key
 from aenv.snapshot.manifest import LayerRef, dump, load
 from aenv.snapshot.objects import ObjectStore
@@ -273,3 +276,61 @@ def _flip(store: ObjectStore, key: str, folder: Path) -> None:
     data = bytearray(store.get(key)[0])
     data[len(data) // 2] ^= 4
     store.put(key, bytes(data))
+
+
+def test_a_damaged_document_of_names_costs_the_others_nothing(repository: SharedRepository, tmp_path: Path) -> None:
+    make_file(tmp_path / "x", 100)
+    commit_files(repository, ID, [tmp_path / "x"])
+    commit_files(repository, OTHER, [tmp_path / "x"])
+    names = {shard_key(name): name for name in ("one", "two")}
+    assert len(names) == 2
+    for name in names.values():
+        repository.set_name(name, "default", ID)
+    damaged, healthy = names
+    repository.store.put(damaged, b"torn")
+    assert [entry.name for entry in repository.names()] == [names[healthy]]
+    with pytest.raises(CorruptFileError):
+        repository.resolve(names[damaged], "default")
+    assert [problem.key for problem in repository.verify().problems] == [damaged]
+    repository.delete(ID)
+    repository.delete(OTHER)
+    assert list(repository.names()) == []
+    assert repository.gc(NOW).layers_deleted == 1
+
+
+def test_files_of_others_are_left_alone_and_reported(repository: SharedRepository, tmp_path: Path) -> None:
+    """NFS keeps what is open and deleted as ``.nfs…`` in the same folder, and people keep copies."""
+    ref = make_file(tmp_path / "x", 100)
+    commit_files(repository, ID, [tmp_path / "x"])
+    repository.set_name("one", "default", ID)
+    hidden = ["layers/ab/.nfs0001", "snapshots/.nfs0002"]
+    strange = [
+        "layers/ab/foo.tmp",
+        f"layers/ab/{'ab' * 32}.orig",
+        "snapshots/list.txt",
+        "snapshots/up/abababababababababab.json",
+    ]
+    for key in (*hidden, *strange, "names/list.txt"):
+        repository.store.put(key, b"x")
+    assert sorted(problem.key for problem in repository.verify().problems) == sorted(strange)
+    assert repository.usage().layers == 1
+    assert [entry.name for entry in repository.names()] == ["one"]
+    assert repository.gc(NOW).layers_deleted == 0
+    repository.delete(ID)
+    assert repository.gc(NOW).layers_deleted == 1
+    assert not repository.has_layer(ref.digest)
+    assert all(repository.store.head(key) for key in (*hidden, *strange))
+
+
+@pytest.mark.parametrize("body", [b"{{", b"5", b'{"a":1}', b"[1]", b"[" * 100_000])
+def test_a_sealed_claim_that_makes_no_sense_is_a_typed_error(body: bytes) -> None:
+    with pytest.raises(CorruptFileError):
+        load_digests(seal(body), "it")
+
+
+def test_what_is_no_regular_file_is_no_object(tmp_path: Path) -> None:
+    store = PosixStore(tmp_path)
+    store.put("names/00.json", b"x")
+    os.mkfifo(tmp_path / "names/01.json")
+    (tmp_path / "names/02.json").symlink_to("02.json")
+    assert [info.key for info in store.list("names/")] == ["names/00.json"]

@@ -7,11 +7,13 @@ have no conditional deletion, so with one object for each name a removal could t
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from random import random
 
+import structlog
 from pydantic import TypeAdapter, ValidationError
 
 from aenv.errors import ConflictError, CorruptFileError, InvalidRequestError, SnapshotNotFoundError, SourceError
@@ -23,6 +25,9 @@ from aenv.snapshot.sealed import seal, unseal
 
 _TRIES = 50  # of a conditional update against others; the pauses between them sum up to some 20 seconds
 _MAX_WORD = 256
+_KEY = re.compile(r"names/[0-9a-f]{2}\.json")
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +69,7 @@ def dump_shard(shard: Shard) -> bytes:
 
 
 class Catalog:
-    """Each method raises CorruptFileError when the document it needs is damaged."""
+    """What is asked of one name raises CorruptFileError when its document is damaged."""
 
     def __init__(self, store: ObjectStore, clock: Clock) -> None:
         self._store = store
@@ -78,10 +83,21 @@ class Catalog:
             raise SnapshotNotFoundError(f"{name}:{tag}")
         return value.id
 
-    def entries(self) -> Iterator[NameEntry]:
+    def entries(self, damaged: dict[str, CorruptFileError] | None = None) -> Iterator[NameEntry]:
+        """All names that can be read. Documents that cannot be are put into ``damaged``, by key: names in them are
+        out of use until they are set again, and others must not suffer for it.
+        """
         for info in self._store.list("names/"):
+            if not _KEY.fullmatch(info.key):
+                continue
             cached = self._cache.get(info.key)
-            shard = cached[1] if cached and cached[0] == info.etag else self._read(info.key)[0]
+            try:
+                shard = cached[1] if cached and cached[0] == info.etag else self._read(info.key)[0]
+            except CorruptFileError as error:
+                log.error("names of the repository cannot be read", error=str(error))
+                if damaged is not None:
+                    damaged[info.key] = error
+                continue
             for name, tags in shard.items():
                 for tag, value in tags.items():
                     yield NameEntry(name, tag, value.id, value.at)

@@ -44,12 +44,13 @@ def dump_digests(digests: Iterable[str]) -> bytes:
 
 def load_digests(data: bytes, name: str) -> frozenset[str]:
     """Raises CorruptFileError."""
-    value = json.loads(unseal(data, name))
+    body = unseal(data, name)
     try:
+        value = json.loads(body)
         found = frozenset(f"sha256:{word}" for word in value)
         for digest in found:
             digest_hex(digest)
-    except (TypeError, InvalidRequestError) as error:
+    except (TypeError, ValueError, RecursionError, InvalidRequestError) as error:
         raise CorruptFileError(f"{name} is no list of digests.", "A newer version may have written it.") from error
     return found
 

@@ -4,6 +4,7 @@ Why that is so: docs/internals/repository.md. A crash at any step leaves at most
 nothing once it is old, and layers for the next run.
 """
 
+import re
 import uuid
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
@@ -19,6 +20,7 @@ from aenv.snapshot.repository import GcReport
 
 Item = TypeVar("Item")
 
+_KEY = re.compile(r"layers/([0-9a-f]{2})/\1[0-9a-f]{62}")
 DEBRIS_LIFE = timedelta(hours=24)  # of a half-written object that nobody writes to any more
 
 
@@ -28,6 +30,15 @@ def layer_key(digest: str) -> str:
 
 def layer_digest(key: str) -> str:
     return "sha256:" + key.rpartition("/")[2]
+
+
+def is_layer(key: str) -> bool:
+    """Whether that is where a layer is stored; other files below ``layers/`` are nobody's, and left alone."""
+    return _KEY.fullmatch(key) is not None
+
+
+def stored_layers(store: ObjectStore) -> Iterator[ObjectInfo]:
+    return (info for info in store.list("layers/") if is_layer(info.key))
 
 
 class Collector:
@@ -48,7 +59,7 @@ class Collector:
             self._store.delete(*keys)
         debris = self._store.sweep(now - DEBRIS_LIFE)
         named = self._named(now)
-        layers = list(self._store.list("layers/"))
+        layers = list(stored_layers(self._store))
         unnamed = [info for info in layers if layer_digest(info.key) not in named]
         candidates = [info for info in unnamed if now - info.modified >= grace]
         gone: list[ObjectInfo] = []

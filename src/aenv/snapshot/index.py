@@ -1,5 +1,6 @@
 """All manifests of a repository, each read once: a listing tells which of them are new."""
 
+import re
 import threading
 
 from aenv.errors import CorruptFileError
@@ -7,10 +8,15 @@ from aenv.snapshot.manifest import Manifest, load
 from aenv.snapshot.objects import ObjectInfo, ObjectMissingError, ObjectStore, in_parallel
 
 FOLDER = "snapshots/"
+_KEY = re.compile(r"snapshots/[0-9a-f]{8,64}\.json")
 
 
 def manifest_key(snapshot_id: str) -> str:
     return f"{FOLDER}{snapshot_id}.json"
+
+
+def is_manifest(key: str) -> bool:
+    return _KEY.fullmatch(key) is not None
 
 
 class ManifestIndex:
@@ -29,8 +35,11 @@ class ManifestIndex:
         return manifest
 
     def scan(self) -> tuple[list[Manifest], dict[str, CorruptFileError]]:
-        """Every manifest there is now, and the keys of those that cannot be read, with why."""
-        found = list(self._store.list(FOLDER))
+        """Every manifest there is now, and the keys of those that cannot be read, with why.
+
+        Files that others put beside them (NFS its ``.nfs…`` of what is open and deleted) are none.
+        """
+        found = [info for info in self._store.list(FOLDER) if is_manifest(info.key)]
         with self._lock:
             known = self._known
         fresh = {info.key: known[info.key] for info in found if info.key in known and known[info.key][0] == info.etag}

@@ -65,6 +65,8 @@ class PosixStore:
                 if entry.is_dir(follow_symlinks=False):
                     pending.append(key)
                     continue
+                if not entry.is_file(follow_symlinks=False):
+                    continue  # nobody's object, and a FIFO would make its reader wait for ever
                 with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                     yield _info(key, entry.stat(follow_symlinks=False))
 

@@ -5,11 +5,11 @@ from collections import defaultdict
 from collections.abc import Mapping
 from threading import Lock
 
-from aenv.errors import AenvError
+from aenv.errors import AenvError, CorruptFileError
 from aenv.snapshot.catalog import Catalog
 from aenv.snapshot.claims import live_claims, load_digests, store_time
-from aenv.snapshot.collector import layer_digest, layer_key
-from aenv.snapshot.index import ManifestIndex, manifest_key
+from aenv.snapshot.collector import is_layer, layer_digest, layer_key, stored_layers
+from aenv.snapshot.index import FOLDER, ManifestIndex, is_manifest, manifest_key
 from aenv.snapshot.manifest import LayerRef
 from aenv.snapshot.objects import ObjectMissingError, ObjectStore, in_parallel
 from aenv.snapshot.repository import Problem, Progress, Usage, VerifyReport
@@ -38,7 +38,7 @@ class Inspector:
                     problems.append(
                         Problem(layer_key(layer.digest), "Snapshots disagree on its size.", (manifest.id,))
                     )
-        stored = {layer_digest(info.key): info for info in self._store.list("layers/")}
+        stored = {layer_digest(info.key): info for info in stored_layers(self._store)}
         for digest in users:
             # A listing may lack a file that was replaced meanwhile; a look at the file itself does not.
             info = stored.get(digest) or self._store.head(layer_key(digest))
@@ -56,7 +56,7 @@ class Inspector:
         if deep:
             problems += self._hash_all(refs, users, progress)
         names, name_problems = self._names({manifest.id for manifest in manifests})
-        problems += name_problems + self._documents("claims/") + self._documents("tombs/")
+        problems += name_problems + self._documents("claims/") + self._documents("tombs/") + self._foreign()
         total = sum(ref.size for ref in refs)
         return VerifyReport(len(manifests), len(refs), total, names, deep, tuple(problems))
 
@@ -65,7 +65,7 @@ class Inspector:
         named = {digest for manifest in manifests for digest in manifest.digests()}
         now = store_time(self._store)
         claimed = {digest for _, digests in live_claims(self._store, now) for digest in digests}
-        layers = list(self._store.list("layers/"))
+        layers = list(stored_layers(self._store))
         free = [info for info in layers if layer_digest(info.key) not in named]
         return Usage(
             snapshots=len(manifests),
@@ -115,16 +115,29 @@ class Inspector:
         return problems
 
     def _names(self, alive: set[str]) -> tuple[int, list[Problem]]:
-        count, problems = 0, []
-        try:
-            for entry in self._catalog.entries():
-                count += 1
-                if entry.snapshot not in alive and self._store.head(manifest_key(entry.snapshot)) is None:
-                    what = f"The name {entry.name}:{entry.tag} is of no snapshot; a collection removes it."
-                    problems.append(Problem("names/", what, (entry.snapshot,)))
-        except AenvError as error:
-            problems.append(Problem("names/", str(error), ()))
-        return count, problems
+        count = 0
+        problems: list[Problem] = []
+        damaged: dict[str, CorruptFileError] = {}
+        for entry in self._catalog.entries(damaged):
+            count += 1
+            if entry.snapshot not in alive and not self._is_there(entry.snapshot):
+                what = f"The name {entry.name}:{entry.tag} is of no snapshot; a collection removes it."
+                problems.append(Problem("names/", what, (entry.snapshot,)))
+        return count, problems + [Problem(key, str(error), ()) for key, error in damaged.items()]
+
+    def _is_there(self, snapshot: str) -> bool:
+        key = manifest_key(snapshot)
+        return is_manifest(key) and self._store.head(key) is not None
+
+    def _foreign(self) -> list[Problem]:
+        """Files that no repository makes. Hidden ones are of file systems and tools, and go by themselves."""
+        what = "No program of the repository made this file; nothing uses it. Remove it."
+        return [
+            Problem(info.key, what, ())
+            for folder, known in (("layers/", is_layer), (FOLDER, is_manifest))
+            for info in self._store.list(folder)
+            if not known(info.key) and not info.key.rpartition("/")[2].startswith(".")
+        ]
 
     def _documents(self, prefix: str) -> list[Problem]:
         problems = []
