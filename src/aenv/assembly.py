@@ -26,6 +26,7 @@ from aenv.orchestrator.idle import IdleReclaim
 from aenv.orchestrator.machines import Machine, Machines
 from aenv.orchestrator.model import SandboxState
 from aenv.orchestrator.node import Node
+from aenv.orchestrator.ondemand import ImageVolumes
 from aenv.orchestrator.pool import VmPool
 from aenv.orchestrator.recovery import find_vms, recover
 from aenv.orchestrator.sharing import Sharing, node_name
@@ -139,14 +140,16 @@ async def running_node(settings: Settings, progress: Progress, *, pause_all: boo
             if node is not None:
                 node.machine_died(machine, reason)
 
-        sharing = open_sharing(settings, layout, store)
+        sharing, on_demand = open_sharing(settings, layout, store)
         stack.push_async_callback(sharing.close)
         machines = Machines(
             settings, layout, store, pool, slots, guests, sharing.volumes, vmm.fingerprint, on_death,
             artifacts.envd_version,
         )  # fmt: skip
         checkpoints = Checkpoints(layout, store, machines, vmm.fingerprint)
-        cold = ColdStarts(settings, layout, store, shape, vmm.fingerprint, artifacts.envd_version)
+        cold = ColdStarts(
+            settings, layout, store, sharing.volumes, on_demand, shape, vmm.fingerprint, artifacts.envd_version
+        )
         node = Node(settings, store, machines, checkpoints, capacity, sharing.imports, cold)
         logs = LogStore.open(layout.logs)
         stack.callback(logs.close)
@@ -183,12 +186,13 @@ async def running_node(settings: Settings, progress: Progress, *, pause_all: boo
         yield Running(node, store, vmm, pool, machines, sampler, logs, recorder, templates)
 
 
-def open_sharing(settings: Settings, layout: Layout, store: Store) -> Sharing:
+def open_sharing(settings: Settings, layout: Layout, store: Store) -> tuple[Sharing, ImageVolumes]:
     """Nothing is read or started yet. Raises InvalidRequestError for a repository that cannot be."""
     place = open_store(settings.repository, settings.home)
     server = LayerServer(config_of(settings), repository_of(settings.repository, settings.home))
+    images = ImageVolumes(server, settings.home, settings)
     name = node_name(layout.node_name)
-    return Sharing(layout, store, SharedRepository(place), server, name, place.describe())
+    return Sharing(layout, store, SharedRepository(place), images, name, place.describe(), images.origin), images
 
 
 async def _close(node: Node, pause_all: bool) -> None:

@@ -46,6 +46,7 @@ class Descriptor:
     digest: str
     size: int | None
     media_type: str = ""
+    annotations: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,8 @@ def descriptor(value: object) -> Descriptor:
             f"Invalid descriptor in the manifest: digest {digest!r:.100}, size {size!r:.40}.",
             "Only sha256 and sha512 digests are supported.",
         )
-    return Descriptor(digest, size, media_type if isinstance(media_type, str) else "")
+    notes = {key: text for key, text in _object(value, "annotations").items() if isinstance(text, str)}
+    return Descriptor(digest, size, media_type if isinstance(media_type, str) else "", notes)
 
 
 def manifest(value: Mapping[str, Any]) -> Manifest:

@@ -106,6 +106,28 @@ class RegistryClient:
 
         return await self._from_any(reference, fetch)
 
+    async def part(self, reference: Reference, digest: str, offset: int, length: int) -> bytes:
+        """``length`` bytes of a blob. Nothing verifies them: their format has to. Tried once at each endpoint.
+
+        Raises like ``manifest``.
+        """
+
+        async def fetch(endpoint: Endpoint) -> bytes:
+            headers = {"Range": f"bytes={offset}-{offset + length - 1}"}
+            async with self._get(endpoint, "blobs", digest, headers) as response:
+                if response.status == 416:
+                    raise ImageNotFoundError(f"{endpoint.registry} has a shorter blob {digest:.80}.")
+                if response.status != 206:
+                    raise RegistryUnreachableError(
+                        f"{endpoint.registry} does not send parts of blobs.", "Images cannot be read on demand there."
+                    )
+                data = await read_limited(response, length)
+                if len(data) != length:
+                    raise _TransientError(f"{len(data)} of {length} bytes came")
+                return data
+
+        return await self._from_any(reference, fetch, attempts=1)
+
     async def document(self, reference: Reference, descriptor: Descriptor) -> bytes:
         """A small blob, verified: an image's configuration. Raises like ``manifest``."""
 
@@ -189,14 +211,16 @@ class RegistryClient:
         finally:
             partial.append(buffer)  # less than a chunk
 
-    async def _from_any(self, reference: Reference, action: Callable[[Endpoint], Awaitable[T]]) -> T:
+    async def _from_any(
+        self, reference: Reference, action: Callable[[Endpoint], Awaitable[T]], *, attempts: int = ATTEMPTS
+    ) -> T:
         """``action`` on the first mirror where it succeeds, else on the registry itself."""
         assert reference.registry is not None
         check_allowed(reference.registry, self._settings.registry_allow)
         places = endpoints(reference, self._settings.registries)
         for endpoint in places:
             try:
-                return await self._repeated(endpoint, action, 1 if endpoint.mirror else ATTEMPTS)
+                return await self._repeated(endpoint, action, 1 if endpoint.mirror else attempts)
             except ImageNotFoundError as error:
                 if not endpoint.mirror:
                     raise ImageNotFoundError(

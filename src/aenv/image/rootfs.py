@@ -31,6 +31,7 @@ from aenv.image.errors import (
     ImageTooLargeError,
     RegistryForbiddenError,
     RegistryUnauthorizedError,
+    UnsupportedImageError,
 )
 from aenv.image.ext4 import make_ext4
 from aenv.image.gc import collect
@@ -47,6 +48,7 @@ from aenv.image.manifest import (
     manifest,
     select,
 )
+from aenv.image.native import NativeImage, is_native
 from aenv.image.prepare import VERSION
 from aenv.image.reference import Reference, candidates, parse
 from aenv.image.registry import RegistryClient
@@ -56,7 +58,18 @@ from aenv.image.worker import Unpacker
 
 Progress = Callable[[str], None]
 _PROGRESS_S = 2.0
+LOCAL_SCHEMES = ("oci", "docker-archive", "tar")
 _TUPLES = ("entrypoint", "cmd", "shell", "exposed_ports", "volumes")
+
+
+async def pull_image(
+    reference: str, home: Path, *, size_mib: int, settings: Settings, progress: Progress = lambda text: None
+) -> tuple[Path, ImageConfig] | NativeImage:
+    """As ``pull_rootfs``, from a registry; of an overlaybd-native image nothing but its description is fetched."""
+    (home / "images").mkdir(mode=0o700, parents=True, exist_ok=True)
+    if reference.partition(":")[0] in LOCAL_SCHEMES:
+        raise _local_refused(reference)
+    return await _from_registry(parse(reference), home, size_mib, settings, None, progress)
 
 
 async def pull_rootfs(
@@ -80,14 +93,23 @@ async def pull_rootfs(
     """
     # What users pull may be private to them.
     (home / "images").mkdir(mode=0o700, parents=True, exist_ok=True)
-    local = parse_local(reference) if reference.partition(":")[0] in ("oci", "docker-archive", "tar") else None
-    if local is not None:
+    if reference.partition(":")[0] in LOCAL_SCHEMES and (local := parse_local(reference)) is not None:
         if not allow_local:
-            raise RegistryForbiddenError(
-                f"{reference!r} names a file of the node, which is not allowed here.", "Push the image to a registry."
-            )
+            raise _local_refused(reference)
         return await _from_local(local, home, size_mib, settings, progress)
-    return await _from_registry(parse(reference), home, size_mib, settings, credentials, progress)
+    found = await _from_registry(parse(reference), home, size_mib, settings, credentials, progress)
+    if isinstance(found, NativeImage):
+        raise UnsupportedImageError(
+            f"{reference} is an overlaybd image: it is not unpacked, sandboxes read it on demand.",
+            "Start it cold; a snapshot of that sandbox is used as a template is.",
+        )
+    return found
+
+
+def _local_refused(reference: str) -> RegistryForbiddenError:
+    return RegistryForbiddenError(
+        f"{reference!r} names a file of the node, which is not allowed here.", "Push the image to a registry."
+    )
 
 
 async def _from_local(
@@ -116,12 +138,17 @@ async def _from_registry(
     settings: Settings,
     credentials: tuple[str, str] | None,
     progress: Progress,
-) -> tuple[Path, ImageConfig]:
+) -> tuple[Path, ImageConfig] | NativeImage:
     store = BlobStore(home)
     async with RegistryClient(settings, credentials) as client:
         found, digest, parsed = await _resolve(
             client, store, candidates(reference, settings.registry_search), settings
         )
+        if is_native(parsed):
+            config_data = store.get(parsed.config.digest) or await client.document(found, parsed.config)
+            await asyncio.to_thread(store.put, config_data, parsed.config.digest)
+            config = image_config(document(config_data, "image's configuration"), digest)
+            return NativeImage(replace(found, digest=digest), config, parsed.layers)
         used = [parsed.config.digest, *(layer.digest for layer in parsed.layers)]
         await asyncio.to_thread(note, home, digest, str(found), used)
         async with _making(home, digest, size_mib) as target:

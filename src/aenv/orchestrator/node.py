@@ -134,18 +134,24 @@ class Node:
         root = await self._cold.root(spec.template, machine)
         self._capacity.take(1)
         try:
-            base = self._cold.layer(root)
-            snapshot = self._cold.snapshot(root, base)
-            child = records.created(spec, self._cold.origin(spec.template, root), snapshot, datetime.now(UTC))
-            with self._store.transaction():
-                self._store.layers.put(base)
-                self._store.snapshots.put(snapshot)
-                self._put(child)
+            async with self._cold.recording(root):
+                with self._store.transaction():
+                    snapshot = self._cold.snapshot(root, self._cold.put(root))
+                    origin = self._cold.origin(spec.template, root)
+                    child = records.created(spec, origin, snapshot, datetime.now(UTC))
+                    self._store.snapshots.put(snapshot)
+                    self._put(child)
         except BaseException:
             self._capacity.give_back()
             raise
         async with self._locked(child.sandbox.id):
-            return await self._transitions.start(child, snapshot, wait=True)
+            started = await self._transitions.start(child, snapshot, wait=True)
+            try:
+                await self._cold.complete(root, started, self._transitions.machine(started).host)
+            except BaseException:
+                self._transitions.delete(started)
+                raise
+            return started
 
     async def kill(self, sandbox_id: str) -> None:
         async with self._locked(sandbox_id):

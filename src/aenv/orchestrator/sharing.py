@@ -17,7 +17,7 @@ from aenv.orchestrator.model import SavedSnapshot, Template
 from aenv.orchestrator.publication import Publication
 from aenv.orchestrator.store import Store
 from aenv.orchestrator.volumes import LayerServer, Volumes
-from aenv.snapshot.commit import Committer
+from aenv.snapshot.commit import Committer, Origins
 from aenv.snapshot.repository import Repository
 from aenv.storage.layout import Layout
 
@@ -44,13 +44,20 @@ def node_name(path: Path) -> str:
 
 class Sharing:
     def __init__(
-        self, layout: Layout, store: Store, repository: Repository, server: LayerServer, name: str, place: str
+        self,
+        layout: Layout,
+        store: Store,
+        repository: Repository,
+        server: LayerServer,
+        name: str,
+        place: str,
+        origins: Origins,
     ) -> None:
-        """``name`` is this node's, ``place`` the repository's."""
+        """``name`` is this node's, ``place`` the repository's. ``origins`` know of volumes that are not in it."""
         self._layout = layout
         self._store = store
         self._repository = repository
-        self._committer = Committer(repository, layout.commits, f"{name}.commits")
+        self._committer = Committer(repository, layout.commits, f"{name}.commits", origins)
         self._place = place
         self.volumes = Volumes(store, server, repository, f"{name}.volumes")
         self.imports = Imports(layout, store, repository, self.volumes, f"{name}.imports")

@@ -10,25 +10,30 @@ Blocking; runs in a worker thread while the sandbox goes on, and reads only file
 
 import shutil
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import JsonValue
 
-from aenv.errors import NotFoundError
+from aenv.errors import CorruptFileError, NotFoundError
 from aenv.snapshot.manifest import LayerRef, Manifest, Volume
 from aenv.snapshot.model import Committed, DiskLayer, Snapshot, is_volume
 from aenv.snapshot.repository import Claim, Repository
 from aenv.snapshot.shared import file_digest
 from aenv.storage import layers, zfile
+from aenv.storage.fetching import FetchPolicy, fetch
 from aenv.storage.lsmt import disk_errors
-from aenv.storage.source import FileSource
+from aenv.storage.source import FileSource, Source
 from aenv.storage.stack import LayerView, Stack, open_layer
 
 MAX_DEPTH = 64  # layers of a volume beyond which a new one replaces several: far from the format's 255
 MIB = 1 << 20
+_PIECE = 4 * MIB
+
+# Where the layers of a volume are that is read from elsewhere than the repository; None: it is not.
+Origins = Callable[[str], Callable[[LayerRef], Source] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +70,11 @@ class CommitResult:
 
 
 class Committer:
-    def __init__(self, repository: Repository, workspace: Path, owner: str) -> None:
+    def __init__(
+        self, repository: Repository, workspace: Path, owner: str, origins: Origins = lambda name: None
+    ) -> None:
         """``workspace`` is a folder for unfinished layers, on a disk with room for them; ``owner`` names the node."""
+        self._origins = origins
         self._repository = repository
         self._workspace = workspace
         self._owner = owner
@@ -91,7 +99,7 @@ class Committer:
         snapshot = source.snapshot
         try:
             with self._repository.claim((), self._owner) as claim:
-                work = _Work(self._repository, claim, folder, known)
+                work = _Work(self._repository, claim, folder, known, self._origins)
                 disk = work.disk(source)
                 memory = work.memory(source) if source.memory is not None else None
                 state = work.store(source.state) if source.state is not None else None
@@ -122,7 +130,15 @@ class Committer:
 class _Work:
     """One commit: ``made`` are the volumes that it found, by id of the local object."""
 
-    def __init__(self, repository: Repository, claim: Claim, folder: Path, known: Mapping[str, Volume]) -> None:
+    def __init__(
+        self,
+        repository: Repository,
+        claim: Claim,
+        folder: Path,
+        known: Mapping[str, Volume],
+        origins: Origins,
+    ) -> None:
+        self._origins = origins
         self._repository = repository
         self._claim = claim
         self._folder = folder
@@ -139,6 +155,7 @@ class _Work:
         for layer, path in source.disk:
             if layer.id in self._known:
                 volume = self._known[layer.id]
+                self._bring(layer.id, volume)
                 break
             new.append((layer, path))
         if len(volume.layers) + len(new) > MAX_DEPTH:
@@ -206,6 +223,24 @@ class _Work:
         out = self._scratch()
         zfile.write_zfile(path, out)
         return self.store(out)
+
+    def _bring(self, name: str, volume: Volume) -> None:
+        """Copy a volume's layers into the repository, as they are, when it is read from elsewhere."""
+        opener = self._origins(name)
+        if opener is None:
+            return
+        for ref in volume.layers:
+            self._claim.add([ref.digest])
+            if self._repository.has_layer(ref.digest):
+                continue
+            path, source = self._scratch(), opener(ref)
+            with disk_errors(path), path.open("wb") as file:
+                for at in range(0, ref.size, _PIECE):
+                    file.write(fetch(source, at, min(_PIECE, ref.size - at), FetchPolicy()))
+            if file_digest(path) != ref.digest:
+                raise CorruptFileError(f"What was fetched as {ref.digest} has another digest.")
+            self.store(path)
+            path.unlink()
 
     def store(self, path: Path) -> LayerRef:
         """Put a file into the repository under a claim that was there before it."""

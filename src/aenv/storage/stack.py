@@ -11,6 +11,7 @@ from aenv.storage.extents import Extents
 from aenv.storage.lsmt import read_layer
 from aenv.storage.runs import ZERO, Runs
 from aenv.storage.source import FileSource, Source, check_range
+from aenv.storage.tarred import unwrapped
 from aenv.storage.zfile import ZFileSource, is_zfile
 
 MAX_LAYERS = 255  # overlaybd's limit
@@ -41,17 +42,19 @@ class LayerView:
 
 
 def open_layer(source: Source, identity: Hashable = None) -> LayerView:
-    """The layer whose stored bytes are ``source``: an overlaybd blob, plain or ZFile-compressed.
+    """The layer whose stored bytes are ``source``: an overlaybd blob, plain or ZFile-compressed, perhaps in a tar.
 
     Raises CorruptFileError, SourceError. ``identity`` is by default that of the object ``source``.
     """
+    identity = id(source) if identity is None else identity
+    source = unwrapped(source)
     if is_zfile(source):
         blob: Source = ZFileSource(source)
         virtual_size, extents = read_layer(blob, source.size)
     else:
         blob = source
         virtual_size, extents = read_layer(blob)
-    return LayerView(blob, virtual_size, extents, id(source) if identity is None else identity)
+    return LayerView(blob, virtual_size, extents, identity)
 
 
 class Stack:

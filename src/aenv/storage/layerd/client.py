@@ -87,8 +87,15 @@ class LayerServer:
             await self._start()
             return True
 
-    async def export(self, name: str, volume: VolumeLike, *, sequential: bool = False) -> Path:
-        """A file with the volume's contents. Idempotent.
+    async def export(
+        self,
+        name: str,
+        volume: VolumeLike,
+        *,
+        sequential: bool = False,
+        repository: Mapping[str, Any] | None = None,
+    ) -> Path:
+        """A file with the volume's contents. Idempotent. ``repository``: where its layers are, if somewhere else.
 
         ``sequential``: it will be read by read(2), as a disk is, so the kernel reads ahead when that is in order. A
         memory, which is mapped, must not be: each of its page faults would fetch a megabyte.
@@ -100,7 +107,7 @@ class LayerServer:
             "name": name,
             "virtual_size": volume.virtual_size,
             "layers": layers,
-            "repository": self._repository,
+            "repository": self._repository if repository is None else dict(repository),
             "sequential": sequential,
         }
         return Path((await self._call("export", **request))["path"])

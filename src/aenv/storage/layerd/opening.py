@@ -18,7 +18,8 @@ Opener = Callable[[Mapping[str, Any], Layer], Source]
 class StoredLayers:
     """The default ``Opener``. Thread-safe.
 
-    A ``repository`` is the JSON of ``aenv.config.RepositorySettings``; of a folder, ``path`` is given.
+    A ``repository`` is the JSON of ``aenv.config.RepositorySettings``; of a folder, ``path`` is given. Or it is a
+    container registry's: see ``aenv.image.ranged``.
     """
 
     def __init__(self) -> None:
@@ -39,6 +40,11 @@ class StoredLayers:
 
 
 def _open(repository: Mapping[str, Any]) -> Opener:
+    if repository.get("backend") == "registry":
+        from aenv.image.ranged import RegistryBlobs
+
+        blobs = RegistryBlobs(repository)
+        return lambda _, layer: blobs.open(layer.digest, layer.size)
     from pydantic import ValidationError
 
     from aenv.config import RepositorySettings
