@@ -1,9 +1,11 @@
 """Content of volumes: one folder of ``$AENV_HOME/volumes`` each, with the owners and modes that users give.
 
 Everything here blocks. Paths are absolute within a volume. Nothing below follows a symbolic link, and no call makes
-one. A file is written beside its place and renamed there, synced, so that readers and crashes see all of it or none.
+one. A file is written beside its place and renamed there, synced, so that readers and crashes see all of it or none;
+a folder is renamed away before what is in it is removed.
 """
 
+import errno
 import os
 import secrets
 import shutil
@@ -22,7 +24,7 @@ MAX_ID = 2**32 - 2  # of users and groups; the last number means "none" to chown
 MAX_ENTRIES = 100_000  # of one listing
 MAX_DEPTH = 128  # folders within folders: programs that walk trees recurse
 _MAX_PATH = 4095  # bytes, PATH_MAX without its end
-_PART = ".aenv-part-"  # names of files that are being written; users cannot have or see them
+_PART = ".aenv-part-"  # names of what is being written or removed; users cannot have or see them
 
 Kind = Literal["file", "directory", "symlink", "unknown"]
 
@@ -107,6 +109,8 @@ class VolumeFiles:
             if root.name not in volume_ids:
                 shutil.rmtree(root, ignore_errors=True)
                 continue
+            for removed in root.glob(f"{_PART}*/"):
+                shutil.rmtree(removed, ignore_errors=True)
             for folder, _, names in os.walk(root):
                 for name in names:
                     if name.startswith(_PART):
@@ -117,7 +121,7 @@ class VolumeFiles:
     def info(self, volume_id: str, path: str) -> Entry:
         """Raises NotFoundError, as all that follow do for what is not there."""
         with _errors(path):
-            return _entry(self._place(volume_id, path), parts(path))
+            return _look(self._place(volume_id, path), parts(path))
 
     def listing(self, volume_id: str, path: str, depth: int) -> list[Entry]:
         """What is in a folder, ``depth`` levels of it, sorted by path. Raises InvalidRequestError for a file."""
@@ -130,8 +134,8 @@ class VolumeFiles:
         for name in sorted(os.listdir(place)):  # noqa: PTH208 - names alone
             if name.startswith(_PART):
                 continue
-            with suppress(FileNotFoundError):  # it went meanwhile
-                found.append(_entry(place / name, (*names, name)))
+            with suppress(FileNotFoundError, NotADirectoryError):  # it went meanwhile, or became another
+                found.append(_look(place / name, (*names, name)))
                 if len(found) > MAX_ENTRIES:
                     raise InvalidRequestError(f"There are more than {MAX_ENTRIES} entries.", "List with less depth.")
                 if depth > 1 and found[-1].kind == "directory":
@@ -149,32 +153,35 @@ class VolumeFiles:
                 if not parents or not stat.S_ISDIR(place.lstat().st_mode):
                     raise ConflictError(f"path: {path[:200]!r} exists.", "Choose another, or force it.") from None
             attributes.apply(place)
-            return _entry(place, names)
+            return _look(place, names)
 
     def change(self, volume_id: str, path: str, attributes: Attributes) -> Entry:
         with _errors(path):
             place = self._place(volume_id, path)
             attributes.apply(place)
-            return _entry(place, parts(path))
+            return _look(place, parts(path))
 
     def remove(self, volume_id: str, path: str) -> None:
-        """A file, or a folder with all that is in it."""
+        """A file, or a folder with all that is in it, which is gone at once, also for who is writing there."""
         if not parts(path):
             raise InvalidRequestError("path: the root of a volume cannot be removed.", "Destroy the volume.")
         with _errors(path):
             place = self._place(volume_id, path)
             if stat.S_ISDIR(place.lstat().st_mode):
-                shutil.rmtree(place)
+                removed = self._folder / volume_id / f"{_PART}{secrets.token_hex(8)}"
+                place.rename(removed)
+                shutil.rmtree(removed, ignore_errors=True)  # what is left then goes when the server starts
             else:
                 place.unlink()
 
-    def file(self, volume_id: str, path: str) -> Path:
-        """Where a file's content is. Raises InvalidRequestError for a folder."""
+    def open(self, volume_id: str, path: str) -> int:
+        """A file's content as it is now: a descriptor, for the caller to close. Raises InvalidRequestError."""
         with _errors(path):
             place = self._place(volume_id, path)
+            # Neither a link nor a pipe may lead or hold anybody who opens it.
             if not stat.S_ISREG(place.lstat().st_mode):
                 raise InvalidRequestError(f"path: {path[:200]!r} is not a file.")
-            return place
+            return os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
     # -- writing a file ---------------------------------------------------------------------------------
 
@@ -243,7 +250,7 @@ class Part:
             attributes.apply(self._path)
             os.fsync(self._fd)
             self._path.replace(self._place)
-        return _entry(self._place, self._names)
+        return _entry(os.fstat(self._fd), self._names)
 
     def close(self) -> None:
         os.close(self._fd)
@@ -260,13 +267,21 @@ def _errors(path: str) -> Iterator[None]:
         raise NotFoundError(f"Path {path[:200]!r} not found.") from None
     except (IsADirectoryError, FileExistsError):
         raise ConflictError(f"path: {path[:200]!r} is in the way.", "Remove it first.") from None
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:  # with the folder of the volume before it
+            raise
+        raise InvalidRequestError(f"path: {path[:200]!r} and so on is too long.", "Use a shorter one.") from None
 
 
 _KINDS: dict[int, Kind] = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symlink"}
 
 
-def _entry(place: Path, names: tuple[str, ...]) -> Entry:
+def _look(place: Path, names: tuple[str, ...]) -> Entry:
     status = place.lstat()
+    return _entry(status, names, str(place.readlink()) if stat.S_ISLNK(status.st_mode) else None)
+
+
+def _entry(status: os.stat_result, names: tuple[str, ...], target: str | None = None) -> Entry:
     kind = _KINDS.get(stat.S_IFMT(status.st_mode), "unknown")
     return Entry(
         name=names[-1] if names else "/",
@@ -279,5 +294,5 @@ def _entry(place: Path, names: tuple[str, ...]) -> Entry:
         accessed=datetime.fromtimestamp(status.st_atime, UTC),
         modified=datetime.fromtimestamp(status.st_mtime, UTC),
         changed=datetime.fromtimestamp(status.st_ctime, UTC),
-        target=str(place.readlink()) if kind == "symlink" else None,
+        target=target,
     )

@@ -5,12 +5,16 @@ Whoever has a key may do it as well. A file's body is streamed to disk, whatever
 
 import asyncio
 import hmac
+import os
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Security
-from fastapi.responses import FileResponse
+from fastapi.responses import FileResponse, Response
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from pydantic import TypeAdapter
 from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
 
 from aenv.accounts.volume_files import MAX_DEPTH, MAX_ID, Attributes, Entry, Part, VolumeFiles
 from aenv.accounts.volumes import VolumeNotFoundError
@@ -23,6 +27,8 @@ from aenv.errors import InvalidRequestError
 router = APIRouter(prefix=VOLUME_CONTENT + "{volumeID}", tags=["volumes"])
 
 _BUFFER = 1 << 20  # bytes collected before one write on a worker thread
+_PIECE = 500  # entries rendered while nothing else runs, some milliseconds
+_ENTRIES = TypeAdapter(list[bodies.VolumeEntry])
 _OCTETS: dict[str, Any] = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 
 VolumeId = Annotated[str, Path(alias="volumeID")]
@@ -77,12 +83,13 @@ async def remove(volume: Volume, path: PathInVolume, files: Files) -> None:
     await asyncio.to_thread(files.remove, volume, path)
 
 
-@router.get("/dir", response_model_exclude_none=True, responses=errors(400, 404))
+@router.get("/dir", response_model=list[bodies.VolumeEntry], responses=errors(400, 404))
 async def listing(
     volume: Volume, path: PathInVolume, files: Files, depth: Annotated[int, Query(ge=1, le=MAX_DEPTH)] = 1
-) -> list[bodies.VolumeEntry]:
+) -> Response:
     """What is in a folder, and in its folders down to ``depth``; sorted, each folder before what is in it."""
-    return [_entry(entry) for entry in await asyncio.to_thread(files.listing, volume, path, depth)]
+    rendered = await asyncio.to_thread(lambda: _rendered(files.listing(volume, path, depth)))
+    return Response(rendered, media_type="application/json")
 
 
 @router.post("/dir", status_code=201, response_model_exclude_none=True, responses=errors(400, 404, 409, 503))
@@ -103,8 +110,7 @@ async def make_folder(
 @router.get("/file", response_class=FileResponse, responses={200: {"content": _OCTETS}, **errors(400, 404)})
 async def read(volume: Volume, path: PathInVolume, files: Files) -> FileResponse:
     """The content of a file."""
-    place = await asyncio.to_thread(files.file, volume, path)
-    return FileResponse(place, media_type="application/octet-stream")
+    return _Content(await asyncio.to_thread(files.open, volume, path))
 
 
 @router.put(
@@ -133,6 +139,20 @@ async def write(
         return _entry(await asyncio.to_thread(part.commit, Attributes(uid, gid, mode)))
 
 
+class _Content(FileResponse):
+    """One state of a file, whatever becomes of its name while it is sent."""
+
+    def __init__(self, fd: int) -> None:
+        super().__init__(f"/proc/self/fd/{fd}", media_type="application/octet-stream", stat_result=os.fstat(fd))
+        self._fd = fd
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            os.close(self._fd)
+
+
 async def _receive(request: Request, part: Part) -> None:
     buffer = bytearray()
     async for data in request.stream():
@@ -142,6 +162,13 @@ async def _receive(request: Request, part: Part) -> None:
             buffer.clear()
     if buffer:
         await asyncio.to_thread(part.write, bytes(buffer))
+
+
+def _rendered(entries: Sequence[Entry]) -> bytes:
+    """A JSON array, made on a worker thread and a piece at a time: other requests are served meanwhile."""
+    pieces = (entries[first : first + _PIECE] for first in range(0, len(entries), _PIECE))
+    made = (_ENTRIES.dump_json(list(map(_entry, piece)), by_alias=True, exclude_none=True) for piece in pieces)
+    return b"[" + b",".join(piece[1:-1] for piece in made) + b"]"
 
 
 def _entry(value: Entry) -> bodies.VolumeEntry:
