@@ -67,7 +67,7 @@ def captures(folder: Path, report: Report, rounds: int) -> None:
 
             def capture(layer: Path = layer, mapping: ram.Mapping = mapping) -> None:
                 layer.unlink(missing_ok=True)
-                ram.capture(mapping, layer, over_zeros=False)
+                ram.capture(mapping, layer, ram.data_of(base))
 
             ours, raw = milliseconds(capture, rounds), milliseconds(write, rounds)
             report.add(Row(f"capture of {size} MB dirty memory", ours, raw, note="by hand: write(2) of the bytes"))

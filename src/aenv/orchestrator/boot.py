@@ -19,12 +19,17 @@ def allowed_arguments(text: str, prefixes: Sequence[str]) -> tuple[str, ...]:
     return tuple(word for word in words if word.startswith(tuple(prefixes)))
 
 
+# Pages that are freed become zero, and zero pages are not stored: a snapshot has what its guest uses, and not what it
+# once used. All memory is cleared at the boot, so this is for machines that are captured and restored from then on.
+ZERO_FREED = ("init_on_free=1", "init_on_alloc=0")
+
+
 def boot_parameters(
     slot: NetworkSlot, dns: Sequence[str], hostname: str, arguments: Sequence[str] = ()
 ) -> dict[str, str]:
     """Everything else a guest learns from ``POST /init``, after a boot as after a restore.
 
-    ``arguments`` are those of ``allowed_arguments``.
+    ``arguments`` are ``ZERO_FREED``, or those of ``allowed_arguments``.
     """
     extra = dict(argument.partition("=")[::2] for argument in arguments)
     return extra | {

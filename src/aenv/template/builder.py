@@ -14,7 +14,7 @@ from aenv.config import Settings
 from aenv.errors import SandboxStartError
 from aenv.guest.artifacts import GuestArtifacts
 from aenv.network.pool import SlotPool
-from aenv.orchestrator.boot import boot_parameters
+from aenv.orchestrator.boot import ZERO_FREED, boot_parameters
 from aenv.orchestrator.model import Template
 from aenv.orchestrator.pool import attachment, new_vm_id
 from aenv.orchestrator.store import Store
@@ -117,7 +117,7 @@ class TemplateBuilder:
         slot = await self._slots.acquire()
         vm: Vm | None = None
         try:
-            parameters = boot_parameters(slot, self._settings.dns, "sandbox")
+            parameters = boot_parameters(slot, self._settings.dns, "sandbox", ZERO_FREED)
             started = time.monotonic()
             self._progress("booting the guest")
             vm = await self._vmm.boot(new_vm_id(), shape, attachment(slot), self._layout.layer(overlay), parameters)

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from aenv.client.guest import GuestClient, GuestIdentity
 from aenv.config import Settings
+from aenv.errors import IncompatibleSnapshotError
 from aenv.network.pool import SlotPool
-from aenv.orchestrator.boot import boot_parameters
+from aenv.orchestrator.boot import ZERO_FREED, boot_parameters
 from aenv.orchestrator.checkpoint import Checkpoints
 from aenv.orchestrator.compaction import MAX_CHAIN
 from aenv.orchestrator.pool import Lease, VmPool, attachment, new_vm_id
@@ -110,7 +111,7 @@ class Workshop:
         vm: Vm | None = None
         try:
             create_overlay(disk, self.layout.layer(parent), disk_mib * MIB, parent.format)
-            parameters = boot_parameters(slot, self.settings.dns, "sandbox")
+            parameters = boot_parameters(slot, self.settings.dns, "sandbox", ZERO_FREED)
             vm = await self.vmm.boot(new_vm_id(), shape, attachment(slot), disk, parameters)
         except BaseException:
             if vm is not None:
@@ -127,6 +128,23 @@ class Workshop:
             await asyncio.shield(machine.close())
             raise
         return machine
+
+
+    async def settled(self, snapshot: Snapshot, pins: Pins) -> DiskLayer:
+        """The disk of a snapshot with what was in its guest's memory only; a layer without a record, the caller's.
+
+        Raises IncompatibleSnapshotError where it cannot run.
+        """
+        differences = snapshot.fingerprint.mismatches(self.vmm.fingerprint)
+        if differences:
+            raise IncompatibleSnapshotError(
+                f"The snapshot cannot be restored here: {'; '.join(differences)}.", "Take it anew, or without memory."
+            )
+        machine = await self.restore(snapshot, pins)
+        try:
+            return await machine.settle()
+        finally:
+            await machine.close()
 
 
 def _new_layer(parent: str) -> DiskLayer:

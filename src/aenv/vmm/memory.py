@@ -7,6 +7,7 @@ and no co-operation of the VMM. All functions block: call them in a worker threa
 
 import ctypes
 import fcntl
+import functools
 import itertools
 import os
 import struct
@@ -179,11 +180,37 @@ def chunks(first: Words, length: Words, limit: int) -> Iterator[tuple[Words, Wor
         yield at[low:high], size[low:high]
 
 
-def capture(mapping: Mapping, delta: Path, over_zeros: bool) -> Captured:
+def data_of(base: Path) -> tuple[Words, Words]:
+    """First and last but one page of each part of a memory file that is no hole (lseek(2), SEEK_DATA).
+
+    Remembered, since bases do not change: every VM of a template has the same.
+    """
+    stat = base.stat()
+    return _data_of(base, stat.st_dev, stat.st_ino, stat.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=64)
+def _data_of(base: Path, *_: int) -> tuple[Words, Words]:
+    starts, ends = [], []
+    with base.open("rb", buffering=0) as file:
+        size, at = os.fstat(file.fileno()).st_size, 0
+        while at < size:
+            try:
+                start = os.lseek(file.fileno(), at, os.SEEK_DATA)
+            except OSError:  # ENXIO: only a hole is left
+                break
+            at = os.lseek(file.fileno(), start, os.SEEK_HOLE)
+            starts.append(start // PAGE)
+            ends.append(-(-at // PAGE))
+    return np.array(starts, dtype=np.uint64), np.array(ends, dtype=np.uint64)
+
+
+def capture(mapping: Mapping, delta: Path, data: tuple[Words, Words]) -> Captured:
     """Write every page that is the process's own to a layer at ``delta``.
 
-    Zero pages become ``zeroed`` entries; with ``over_zeros`` (the base is an empty file) they are left out.
-    Raises VmmError when the process goes away, CapacityError when the disk is full; no file is left then.
+    Zero pages become ``zeroed`` entries where the base has ``data`` (as ``data_of`` says), and are left out where it
+    is zero as well. Raises VmmError when the process goes away, CapacityError when the disk is full; no file is left
+    then.
     """
     groups = list(chunks(*private_runs(mapping), CHUNK))
     threads = min(THREADS, -(-len(groups) // 4))
@@ -191,7 +218,7 @@ def capture(mapping: Mapping, delta: Path, over_zeros: bool) -> Captured:
 
         def copy(groups: Iterator[tuple[Words, Words]]) -> list[tuple[int, int]]:
             buffer = np.empty((CHUNK, PAGE // 8), dtype=np.uint64)
-            return [_copy(mapping, writer, buffer, *group, over_zeros) for group in groups]
+            return [_copy(mapping, writer, buffer, *group, data) for group in groups]
 
         if threads < 2:
             counts = copy(iter(groups))
@@ -217,7 +244,12 @@ class _Shared(Iterator[tuple[Words, Words]]):
 
 
 def _copy(
-    mapping: Mapping, writer: lsmt.LayerWriter, buffer: Words, starts: Words, lengths: Words, over_zeros: bool
+    mapping: Mapping,
+    writer: lsmt.LayerWriter,
+    buffer: Words,
+    starts: Words,
+    lengths: Words,
+    data: tuple[Words, Words],
 ) -> tuple[int, int]:
     """Write one group of runs; how many pages were data, and how many zero."""
     page, count = np.uint64(PAGE), int(lengths.sum())
@@ -230,8 +262,11 @@ def _copy(
         return count, 0
     numbers = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths.astype(np.int64))
     numbers += np.arange(count, dtype=np.uint64)
-    if not over_zeros:
-        at, size = runs(numbers[~full])
+    zero = numbers[~full]
+    if len(data[0]):
+        inside = np.searchsorted(data[0], zero, side="right") - 1  # the part that begins last before it
+        hides = (inside >= 0) & (zero < data[1][inside])
+        at, size = runs(zero[hides])
         writer.add_zeroed(at * page, size * page)
     kept = int(np.count_nonzero(full))
     if kept:

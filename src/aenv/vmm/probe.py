@@ -142,8 +142,12 @@ async def probe(home: Path, qemu: QemuBinary, accelerator: Accelerator, kernel: 
 
 
 def cpu_option(accelerator: Accelerator) -> str:
-    """Value of ``-cpu``: everything TCG emulates, or everything the host has."""
-    return "host" if accelerator is Accelerator.KVM else "max"
+    """Value of ``-cpu``: everything TCG emulates, or everything the host has.
+
+    TCG runs ``rep movsb`` and ``rep stosb`` byte by byte: without ERMS and FSRM, kernel and libc copy and clear in words
+    (docs/internals/vmm.md).
+    """
+    return "host" if accelerator is Accelerator.KVM else "max,erms=off,fsrm=off"
 
 
 async def remembered_probe(

@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -58,7 +58,6 @@ class Record:
     tap: str
     mac: str
     memory: str | None  # the file that guest RAM maps; None until something was restored
-    over_zeros: bool  # that file is empty (first boot)
 
     def write(self, directory: Path) -> None:
         temporary = directory / f".{RECORD}.{uuid.uuid4().hex[:8]}"
@@ -69,8 +68,9 @@ class Record:
     def read(cls, directory: Path) -> "Record | None":
         """None when there is none, or it is not one of ours."""
         try:
-            return cls(**json.loads((directory / RECORD).read_text()))
-        except (OSError, ValueError, TypeError):
+            found = json.loads((directory / RECORD).read_text())
+            return cls(**{field.name: found[field.name] for field in fields(cls)})
+        except (OSError, ValueError, TypeError, KeyError):
             return None
 
 
@@ -135,7 +135,7 @@ class QemuVm:
         qmp, size = self._qmp, self._record.memory_mib << 20
         if self._record.memory is not None:
             raise VmmError(f"VM {self._id} has been restored or booted already.")
-        self._record = replace(self._record, memory=str(memory.base), over_zeros=False)
+        self._record = replace(self._record, memory=str(memory.base))
         # All of this is on the wire before the first answer; QEMU runs it in order. The second half fails if the
         # first did, and the error that is raised is the first one.
         backend = qemu_command.memory_backend(memory.base, self._record.memory_mib)
@@ -314,7 +314,8 @@ class QemuVm:
     def _capture(self, delta: Path) -> tuple[ram.Captured, str]:
         mapping = self._mapped()
         used = hot.of_runs(*ram.touched_runs(mapping), ram.PAGE, mapping.size)
-        return ram.capture(mapping, delta, self._record.over_zeros), hot.encode(used)
+        assert self._record.memory is not None  # or there was no mapping
+        return ram.capture(mapping, delta, ram.data_of(Path(self._record.memory))), hot.encode(used)
 
     def _blocking(self, function: Callable[..., T], *arguments: Any) -> "asyncio.Future[T]":
         return asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
@@ -415,7 +416,7 @@ class QemuVmm:
         proc = process.Process(pid)
         record = Record(
             pid, proc.start, shape.vcpus, shape.memory_mib, network.netns, network.tap, network.mac,
-            str(source.memory) if source else None, source is not None,
+            str(source.memory) if source else None,
         )  # fmt: skip
         try:
             saved = self._blocking(record.write, directory)
