@@ -144,8 +144,8 @@ async def probe(home: Path, qemu: QemuBinary, accelerator: Accelerator, kernel: 
 def cpu_option(accelerator: Accelerator) -> str:
     """Value of ``-cpu``: everything TCG emulates, or everything the host has.
 
-    TCG runs ``rep movsb`` and ``rep stosb`` byte by byte: without ERMS and FSRM, kernel and libc copy and clear in words
-    (docs/internals/vmm.md).
+    TCG runs ``rep movsb`` and ``rep stosb`` byte by byte. Without ERMS and FSRM, kernel and libc copy and clear in
+    words (docs/internals/vmm.md).
     """
     return "host" if accelerator is Accelerator.KVM else "max,erms=off,fsrm=off"
 
