@@ -24,6 +24,7 @@ from aenv.errors import (
     ReusedKeyError,
     SandboxStartError,
     SandboxUnreachableError,
+    SourceError,
     UnresponsiveSnapshotError,
     VmmError,
 )
@@ -73,6 +74,7 @@ _TABLE: tuple[tuple[type[AenvError], int, str | None], ...] = (
     (SandboxUnreachableError, 502, "sandbox_unreachable"),
     (VmmError, 500, "vmm_error"),
     (CorruptFileError, 500, "corrupt_file"),
+    (SourceError, 503, "source_unavailable"),
     (AenvError, 500, None),
 )
 

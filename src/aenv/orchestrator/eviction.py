@@ -5,7 +5,6 @@ demand. Its files go unless something else names them: a sandbox that runs from 
 that is not committed.
 """
 
-import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime
@@ -14,6 +13,7 @@ import structlog
 
 from aenv.errors import CorruptFileError, NotFoundError
 from aenv.orchestrator.files import SnapshotFiles
+from aenv.orchestrator.remote import remotely
 from aenv.orchestrator.store import Store
 from aenv.orchestrator.volumes import Volumes, put_volumes
 from aenv.snapshot.manifest import Manifest
@@ -59,6 +59,7 @@ class Eviction:
         self._repository = repository
         self._volumes = volumes
         self._is_short = is_short
+        self._sound: set[str] = set()  # digests of layers that were read whole
 
     async def relieve(self) -> int:
         """Evict until the disk is no longer short, or nothing is left; how many snapshots. Raises SourceError."""
@@ -71,24 +72,37 @@ class Eviction:
         return evicted
 
     async def _evict(self, snapshot_id: str) -> bool:
-        """Only what is in the repository whole: its copy is the only one from then on."""
+        """Only what is in the repository whole: its copy is the only one from then on. So it is read once, all."""
         try:
-            manifest, claim = await asyncio.to_thread(self._repository.acquire, snapshot_id, self._volumes.owner)
+            manifest, claim = await remotely(self._repository.acquire, snapshot_id, self._volumes.owner)
         except (NotFoundError, CorruptFileError) as error:
             log.error("a committed snapshot is not in the repository", snapshot=snapshot_id, error=str(error))
             return False
         try:
+            try:
+                await self._check(manifest)
+            except (NotFoundError, CorruptFileError) as error:
+                log.error("a committed snapshot is damaged in the repository; its files stay", snapshot=snapshot_id,
+                          error=str(error))  # fmt: skip
+                return False
             async with self._volumes.keeping(manifest.digests()):
                 snapshot = self._store.snapshots.get(snapshot_id)
                 if snapshot is None or self._files.in_use(snapshot_id):
                     return False
                 self._record(snapshot, manifest)
         finally:
-            await asyncio.to_thread(claim.release)
+            await remotely(claim.release)
         self._layout.delta(snapshot_id).unlink(missing_ok=True)
         log.info("evicted a committed snapshot", snapshot=snapshot_id)
         self._files.collect_garbage()
         return True
+
+    async def _check(self, manifest: Manifest) -> None:
+        """Raises NotFoundError, CorruptFileError, SourceError."""
+        for layer in manifest.layers():
+            if layer.digest not in self._sound:
+                await remotely(self._repository.check_layer, layer)
+                self._sound.add(layer.digest)
 
     def _record(self, snapshot: Snapshot, manifest: Manifest) -> None:
         with self._store.transaction():

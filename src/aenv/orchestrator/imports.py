@@ -7,18 +7,26 @@ Only the device state is fetched, some 20 kB.
 import asyncio
 import contextlib
 import time
-from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import structlog
 from pydantic import TypeAdapter, ValidationError
 
-from aenv.errors import AenvError, CorruptFileError, InvalidRequestError, NotFoundError, SnapshotNotFoundError
+from aenv.errors import (
+    AenvError,
+    CorruptFileError,
+    InvalidRequestError,
+    NotFoundError,
+    SnapshotNotFoundError,
+    SourceError,
+)
 from aenv.orchestrator import catalog
 from aenv.orchestrator.model import SavedSnapshot
 from aenv.orchestrator.publication import HOT, Attributes
 from aenv.orchestrator.records import Origin
+from aenv.orchestrator.remote import remotely
 from aenv.orchestrator.saved import SavedSnapshots
 from aenv.orchestrator.store import Store
 from aenv.orchestrator.volumes import Volumes, put_volumes
@@ -29,6 +37,7 @@ from aenv.storage.layout import Layout, remove
 
 log = structlog.get_logger()
 
+ANSWER = 5.0  # seconds that whoever asks for a name waits for the repository
 FRESH = 5.0  # seconds for which an imported name is used without asking the repository again
 _ATTRIBUTES: TypeAdapter[Attributes] = TypeAdapter(Attributes)
 
@@ -43,7 +52,7 @@ class Imports:
         self._saved = SavedSnapshots(store)
         self._listed: list[SavedSnapshot] = []
         self.deleted = 0  # committed snapshots, since the start
-        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # those that somebody uses
         self._checked: dict[tuple[str, str], float] = {}
 
     async def origin(self, text: str) -> Origin:
@@ -76,7 +85,7 @@ class Imports:
     async def delete(self, saved: SavedSnapshot) -> None:
         """Remove an imported snapshot, with all its names, for every node. Raises SourceError."""
         with contextlib.suppress(SnapshotNotFoundError):
-            await asyncio.to_thread(self._repository.delete, saved.snapshot_id)
+            await remotely(self._repository.delete, saved.snapshot_id)
             self.deleted += 1
         self.forget(saved)
 
@@ -88,7 +97,7 @@ class Imports:
     async def refresh(self) -> None:
         """List the repository. Raises SourceError."""
         own = self._own()
-        listed = await asyncio.to_thread(self._list)
+        listed = await remotely(self._list)
         own |= self._own()
         self._listed = [saved for saved in listed if saved.snapshot_id not in own]
 
@@ -116,15 +125,21 @@ class Imports:
         except InvalidRequestError:
             raise SnapshotNotFoundError(text[:200]) from None
         key = (reference.name, reference.tag or catalog.DEFAULT_TAG)
-        async with self._locks[reference.name]:
+        async with self._locks.setdefault(reference.name, asyncio.Lock()):
             known = self._known(*key)
             if known is not None and time.monotonic() - self._checked.get(key, -FRESH) < FRESH:
                 return known
             try:
-                snapshot_id = await asyncio.to_thread(self._repository.resolve, *key)
+                snapshot_id = await self._resolve(*key)
             except SnapshotNotFoundError:
                 self.forget(known)
                 raise SnapshotNotFoundError(text) from None
+            except (SourceError, CorruptFileError) as error:
+                if known is None:
+                    raise
+                log.warning("the repository cannot say what a name means; it is what it was", name=text,
+                            error=str(error))  # fmt: skip
+                snapshot_id = known.snapshot_id
             given = self._store.published.get(f"{key[0]}:{key[1]}")
             if given is not None and given.snapshot_id == snapshot_id:
                 # This node gave the name, and is asked here because its record is gone: it will be taken back.
@@ -133,6 +148,16 @@ class Imports:
             if known is not None and known.snapshot_id == snapshot_id:
                 return known
             return await self._take(snapshot_id, key[1])
+
+    async def _resolve(self, name: str, tag: str) -> str:
+        """Raises SourceError also when the answer takes long: somebody waits for it."""
+        try:
+            return await asyncio.wait_for(remotely(self._repository.resolve, name, tag), ANSWER)
+        except TimeoutError:
+            raise SourceError(
+                f"The repository did not say within {ANSWER:.0f} s whether it has {name!r}.",
+                "Check the server and the network.",
+            ) from None
 
     def forget(self, saved: SavedSnapshot | None) -> None:
         """Drop the record of an imported snapshot; sandboxes made from it go on."""
@@ -145,7 +170,7 @@ class Imports:
         return next((s for s in imported if name in (s.name, s.id.partition(":")[0])), None)
 
     async def _take(self, snapshot_id: str, tag: str) -> SavedSnapshot:
-        manifest, claim = await asyncio.to_thread(self._repository.acquire, snapshot_id, self._owner)
+        manifest, claim = await remotely(self._repository.acquire, snapshot_id, self._owner)
         try:
             async with self._volumes.keeping(manifest.digests()):
                 saved = _saved(manifest, tag)
@@ -162,7 +187,7 @@ class Imports:
                 remove(self._layout.snapshot(snapshot_id))
             raise
         finally:
-            await asyncio.to_thread(claim.release)
+            await remotely(claim.release)
         log.info("imported a snapshot", snapshot=snapshot_id, name=saved.name, state=str(state))
         return saved
 
@@ -171,7 +196,7 @@ class Imports:
         if manifest.state is None or manifest.id in self._store.snapshots.rows:
             return None
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        await asyncio.to_thread(self._repository.fetch, manifest.state, path)
+        await remotely(self._repository.fetch, manifest.state, path)
         return path
 
     def _record(self, manifest: Manifest) -> None:
@@ -195,6 +220,14 @@ class Imports:
 
 
 def _saved(manifest: Manifest, tag: str) -> SavedSnapshot:
+    """Raises CorruptFileError for what this program would not have committed."""
+    shape, disk, memory = manifest.shape, manifest.disk.virtual_size, manifest.memory
+    fits = disk == manifest.disk_mib << 20 and (memory is None or memory.virtual_size == shape.memory_mib << 20)
+    if not fits or shape.vcpus < 1 or shape.memory_mib < 1 or manifest.disk_mib < 1:
+        raise CorruptFileError(
+            f"Snapshot {manifest.id} of the repository says two things about its size.",
+            "Another program or version committed it.",
+        )
     try:
         attributes = _ATTRIBUTES.validate_python(dict(manifest.attributes))
     except ValidationError as error:

@@ -18,6 +18,7 @@ from aenv.errors import AenvError, ConflictError, SnapshotNotFoundError
 from aenv.orchestrator import catalog
 from aenv.orchestrator.files import SnapshotFiles
 from aenv.orchestrator.model import Published, SavedSnapshot, Template
+from aenv.orchestrator.remote import remotely
 from aenv.orchestrator.store import Store
 from aenv.snapshot.commit import CommitResult, CommitSource, Committer, LocalMemory
 from aenv.snapshot.model import Snapshot
@@ -153,15 +154,16 @@ class Publication:
 
     async def _reconcile(self) -> bool:
         """One pass, which ends early when records change; whether something failed that is to be tried again."""
+        # What goes comes first: it is little work, and new snapshots may come faster than they are committed.
         failed, now = False, wanted(self._store)
+        for row in list(self._store.published.rows.values()):
+            if row.id not in now and row.id not in wanted(self._store):
+                failed |= not await self._attempt(self._retract(row), row.id)
         for want in now.values():
             if not self._is_published(want):
                 failed |= not await self._attempt(self._publish(want), want.key)
                 if self._changed.is_set():
-                    return failed
-        for row in list(self._store.published.rows.values()):
-            if row.id not in now:
-                failed |= not await self._attempt(self._retract(row), row.id)
+                    break
         return failed
 
     def _is_published(self, want: Wanted) -> bool:
@@ -175,6 +177,9 @@ class Publication:
         except (AenvError, OSError) as error:
             log.error("the repository could not be brought up to date; trying again", name=name, error=str(error))
             return False
+        except Exception:  # what is wrong with one snapshot must not keep the others from being committed
+            log.exception("the repository could not be brought up to date; trying again", name=name)
+            return False
         return True
 
     async def _publish(self, want: Wanted) -> None:
@@ -183,11 +188,12 @@ class Publication:
         if not any((row.snapshot_id, row.repository) == (want.snapshot_id, self._place) for row in rows):
             await self._commit(want)
         name, _, tag = want.key.rpartition(":")
-        await asyncio.to_thread(self._repository.set_name, name, tag, want.snapshot_id)
+        with contextlib.suppress(SnapshotNotFoundError):  # another node has deleted it since: it is not taken back
+            await remotely(self._repository.set_name, name, tag, want.snapshot_id)
+        if former is not None and former.repository == self._place and former.snapshot_id != want.snapshot_id:
+            await self._drop(former)
         with self._store.transaction():
             self._store.published.put(Published(want.key, want.snapshot_id, self._place))
-        if former is not None and former.repository == self._place:
-            await self._drop(former.snapshot_id)
 
     async def _commit(self, want: Wanted) -> None:
         source = self._source(want)
@@ -207,7 +213,7 @@ class Publication:
 
     async def _uncancelled(self, source: CommitSource) -> CommitResult:
         """A thread cannot be cancelled, and reads files that must stay until it has ended."""
-        work = asyncio.ensure_future(asyncio.to_thread(self._committer.commit, source))
+        work = asyncio.ensure_future(remotely(self._committer.commit, source))
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
@@ -241,20 +247,21 @@ class Publication:
 
     async def _retract(self, row: Published) -> None:
         name, _, tag = row.id.rpartition(":")
-        if row.repository != self._place:
-            with self._store.transaction():
-                self._store.published.delete(row.id)
-            return
-        with contextlib.suppress(SnapshotNotFoundError, ConflictError):  # it is gone, or names what is not ours
-            await asyncio.to_thread(self._repository.delete_name, name, tag, expected=row.snapshot_id)
+        if row.repository == self._place:
+            with contextlib.suppress(SnapshotNotFoundError, ConflictError):  # it is gone, or names what is not ours
+                await remotely(self._repository.delete_name, name, tag, expected=row.snapshot_id)
+            await self._drop(row)
         with self._store.transaction():
             self._store.published.delete(row.id)
-        await self._drop(row.snapshot_id)
 
-    async def _drop(self, snapshot_id: str) -> None:
-        """Delete a committed snapshot that no name of ours means any more."""
-        if any(row.snapshot_id == snapshot_id for row in self._store.published.rows.values()):
+    async def _drop(self, row: Published) -> None:
+        """Delete a committed snapshot unless another name of ours means it, or will.
+
+        The row goes after it: else a crash in between would leave a snapshot that nobody deletes.
+        """
+        others = {other.snapshot_id for other in self._store.published.rows.values() if other.id != row.id}
+        if row.snapshot_id in others or any(w.snapshot_id == row.snapshot_id for w in wanted(self._store).values()):
             return
         with contextlib.suppress(SnapshotNotFoundError):
-            await asyncio.to_thread(self._repository.delete, snapshot_id)
+            await remotely(self._repository.delete, row.snapshot_id)
             self.deleted += 1

@@ -15,6 +15,7 @@ from aenv.orchestrator.files import SnapshotFiles
 from aenv.orchestrator.imports import Imports
 from aenv.orchestrator.model import SavedSnapshot, Template
 from aenv.orchestrator.publication import Publication
+from aenv.orchestrator.remote import remotely
 from aenv.orchestrator.store import Store
 from aenv.orchestrator.volumes import LayerServer, Volumes
 from aenv.snapshot.commit import Committer, Origins
@@ -24,8 +25,11 @@ from aenv.storage.layout import Layout
 log = structlog.get_logger()
 
 LISTING = 60.0  # seconds between two listings of the repository
+CLAIMING = 60.0  # seconds between two attempts to claim what former lives of this node recorded
 EVICTION = 10.0  # seconds between two looks at the disk
-COLLECTION = 300.0  # seconds between two looks whether this node deleted snapshots, whose layers are collected then
+# Seconds between two looks whether this node deleted snapshots, whose layers are collected then. The first look takes
+# it for granted: a former life may have.
+COLLECTION = 300.0
 GRACE = timedelta(minutes=10)  # layers younger than this are left alone
 
 
@@ -56,14 +60,14 @@ class Sharing:
         """``name`` is this node's, ``place`` the repository's. ``origins`` know of volumes that are not in it."""
         self._layout = layout
         self._store = store
-        self._repository = repository
+        self.repository = repository
         self._committer = Committer(repository, layout.commits, f"{name}.commits", origins)
         self._place = place
         self.volumes = Volumes(store, server, repository, f"{name}.volumes")
         self.imports = Imports(layout, store, repository, self.volumes, f"{name}.imports")
         self.publication: Publication | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._collected = 0  # of the snapshots that were deleted
+        self._collected = -1  # of the snapshots that were deleted
 
     async def start(self, files: SnapshotFiles, is_short: Callable[[], bool], *, shared: bool) -> None:
         """After recovery. ``is_short`` says that the disk has less room than it should; ``shared`` that other nodes
@@ -72,20 +76,20 @@ class Sharing:
         A repository that cannot be reached is tried again, and keeps nothing else from working.
         """
         files.on_forget = self.volumes.forget
-        await self.volumes.start()
         if shared:
             self.volumes.background.spawn(self.volumes.prepare())
         self.publication = Publication(
-            self._layout, self._store, files, self._repository, self._committer, self._place
+            self._layout, self._store, files, self.repository, self._committer, self._place
         )
         self._store.saved.on_change = self._saved_changed
         self._store.templates.on_change = self._template_changed
         self.publication.start()
-        eviction = Eviction(self._layout, self._store, files, self._repository, self.volumes, is_short)
+        eviction = Eviction(self._layout, self._store, files, self.repository, self.volumes, is_short)
         self._tasks = [
+            asyncio.create_task(self._regularly(self.volumes.take_over, CLAIMING), name="claims-of-former-lives"),
             asyncio.create_task(self._regularly(self.imports.refresh, LISTING), name="repository-listing"),
             asyncio.create_task(self._regularly(eviction.relieve, EVICTION), name="snapshot-eviction"),
-            asyncio.create_task(self._regularly(self._collect, COLLECTION), name="repository-collection"),
+            asyncio.create_task(self._regularly(self._collect, COLLECTION, COLLECTION), name="repository-collection"),
         ]
 
     def _saved_changed(self, before: SavedSnapshot | None, after: SavedSnapshot | None) -> None:
@@ -98,12 +102,15 @@ class Sharing:
         if before is None or after is None or (before.tags, before.aliases) != (after.tags, after.aliases):
             self.publication.kick()
 
-    async def _regularly(self, work: Callable[[], Awaitable[object]], interval: float) -> None:
+    async def _regularly(self, work: Callable[[], Awaitable[object]], interval: float, first: float = 0.0) -> None:
+        await asyncio.sleep(first)
         while True:
             try:
                 await work()
             except (AenvError, OSError) as error:
                 log.warning("the repository does not answer as it should; trying again", error=str(error))
+            except Exception:
+                log.exception("work with the repository failed; trying again")
             await asyncio.sleep(interval)
 
     async def _collect(self) -> None:
@@ -112,7 +119,7 @@ class Sharing:
         deleted = self.publication.deleted + self.imports.deleted
         if deleted == self._collected:
             return
-        report = await asyncio.to_thread(self._repository.gc, GRACE)
+        report = await remotely(self.repository.gc, GRACE)
         log.info("collected layers of the repository", layers=report.layers_deleted, bytes=report.bytes_freed)
         if not report.young:
             self._collected = deleted
@@ -124,4 +131,4 @@ class Sharing:
         if self.publication is not None:
             await self.publication.close()
         await self.volumes.close()
-        await asyncio.to_thread(self._repository.close)
+        await remotely(self.repository.close)

@@ -11,11 +11,13 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 import structlog
 
 from aenv.background import Background
 from aenv.errors import AenvError, NotFoundError
+from aenv.orchestrator.remote import remotely
 from aenv.orchestrator.store import Store
 from aenv.orchestrator.warming import warm
 from aenv.snapshot.manifest import Manifest, Volume
@@ -70,21 +72,24 @@ class Volumes:
         self.owner = owner
         self._claim: Claim | None = None
         self._claiming = asyncio.Lock()
+        self._taken_over = False  # the claim holds what former lives of this node recorded, and theirs are gone
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # one exports or removes a file
         self._coming: Counter[str] = Counter()  # digests that records are about to name
         self._warmed: set[str] = set()  # memories whose hot parts were read ahead
         self.background = Background()
 
-    async def start(self) -> None:
-        """Claim what former lives of this node left recorded, instead of the claims that they held.
+    async def take_over(self) -> None:
+        """Claim what former lives of this node left recorded, then let the claims go that they held; once.
 
-        A repository that cannot be reached does not keep the node from starting: those claims hold on for hours.
+        To be called until it succeeds: those claims hold on for hours and are renewed by nobody. Raises SourceError.
         """
-        try:
+        if self._taken_over:
+            return
+        async with self._claiming:
             await self._claim_anew()
             kept = [self._claim] if self._claim is not None else []
-            await asyncio.to_thread(self._repository.drop_claims, self.owner, kept)
-        except AenvError as error:
-            log.warning("layers in use could not be claimed; trying again with the next use", error=str(error))
+            await remotely(self._repository.drop_claims, self.owner, kept)
+            self._taken_over = True
 
     async def prepare(self) -> None:
         """Start the layer server before anybody waits for it."""
@@ -106,7 +111,8 @@ class Volumes:
         for name in names:
             # Files on a disk are read in order, pages of a memory are not.
             sequential = name != memory_base
-            path = await self._server.export(name, self._store.committed[name].volume, sequential=sequential)
+            async with self._turns.setdefault(name, asyncio.Lock()):
+                path = await self._server.export(name, self._store.committed[name].volume, sequential=sequential)
             if not sequential and hot is not None and name not in self._warmed:
                 self._warmed.add(name)
                 self.background.spawn(warm(path, hot))
@@ -119,9 +125,9 @@ class Volumes:
         try:
             async with self._claiming:
                 if self._claim is None:
-                    self._claim = await asyncio.to_thread(self._repository.claim, names, self.owner)
+                    self._claim = await remotely(self._repository.claim, names, self.owner)
                 else:
-                    await asyncio.to_thread(self._claim.add, names)
+                    await remotely(self._claim.add, names)
             yield
         finally:
             self._coming.subtract(names)
@@ -135,20 +141,21 @@ class Volumes:
     async def _forget(self, names: list[str]) -> None:
         for name in names:
             self._warmed.discard(name)
-            if name not in self._store.committed.rows:  # it was not imported again meanwhile
-                with contextlib.suppress(NotFoundError):
-                    await self._server.unexport(name)
-        await self._claim_anew()
+            async with self._turns.setdefault(name, asyncio.Lock()):
+                if name not in self._store.committed.rows:  # it was not imported again meanwhile
+                    with contextlib.suppress(NotFoundError):
+                        await self._server.unexport(name)
+        async with self._claiming:
+            await self._claim_anew()
 
     async def _claim_anew(self) -> None:
-        """One claim of exactly what is in use, then let the one before go."""
-        async with self._claiming:
-            used = (row.volume.layers for row in self._store.committed.rows.values() if is_volume(row.id))
-            digests = {layer.digest for layers in used for layer in layers} | set(self._coming)
-            claim = await asyncio.to_thread(self._repository.claim, digests, self.owner) if digests else None
-            former, self._claim = self._claim, claim
-            if former is not None:
-                await asyncio.to_thread(former.release)
+        """One claim of exactly what is in use, then let the one before go. With ``_claiming`` held."""
+        used = (row.volume.layers for row in self._store.committed.rows.values() if is_volume(row.id))
+        digests = {layer.digest for layers in used for layer in layers} | set(self._coming)
+        claim = await remotely(self._repository.claim, digests, self.owner) if digests else None
+        former, self._claim = self._claim, claim
+        if former is not None:
+            await remotely(former.release)
 
     async def close(self) -> None:
         """The claim stays, since VMs and records do; it is dropped by the next life of the node, or expires."""

@@ -75,6 +75,7 @@ class Committer:
     ) -> None:
         """``workspace`` is a folder for unfinished layers, on a disk with room for them; ``owner`` names the node."""
         self._origins = origins
+        self._flat: dict[Volume, Volume] = {}  # deep volumes, and what was committed in their place
         self._repository = repository
         self._workspace = workspace
         self._owner = owner
@@ -99,7 +100,7 @@ class Committer:
         snapshot = source.snapshot
         try:
             with self._repository.claim((), self._owner) as claim:
-                work = _Work(self._repository, claim, folder, known, self._origins)
+                work = _Work(self._repository, claim, folder, known, self._flat, self._origins)
                 disk = work.disk(source)
                 memory = work.memory(source) if source.memory is not None else None
                 state = work.store(source.state) if source.state is not None else None
@@ -136,8 +137,10 @@ class _Work:
         claim: Claim,
         folder: Path,
         known: Mapping[str, Volume],
+        flat: dict[Volume, Volume],
         origins: Origins,
     ) -> None:
+        self._flat = flat
         self._origins = origins
         self._repository = repository
         self._claim = claim
@@ -186,12 +189,15 @@ class _Work:
                 views.append(open_layer(stack.enter_context(FileSource(out))))
             merged = self._scratch()
             layers.compact(views, merged, bottom=False, virtual_size=size)
-        volume = self.made[source.disk[0][0].id] = Volume(size, (*bottom.layers, self._compressed(merged)))
+        shallow = self._shallow(bottom)
+        volume = self.made[source.disk[0][0].id] = Volume(size, (*shallow.layers, self._compressed(merged)))
         return volume
 
     def memory(self, source: CommitSource) -> Volume:
         memory, size = source.memory, source.snapshot.shape.memory_mib * MIB
         assert memory is not None
+        if (done := self._known.get(memory.snapshot_id)) is not None:
+            return done
         bottom = self._known.get(memory.base_id)
         if bottom is None:
             out = self._scratch()
@@ -201,7 +207,7 @@ class _Work:
             volume = bottom
         else:
             volume = self._incremental(memory, source.parent, size) or Volume(
-                size, (*bottom.layers, self._compressed(memory.delta))
+                size, (*self._shallow(bottom).layers, self._compressed(memory.delta))
             )
         self.made[memory.snapshot_id] = volume
         return volume
@@ -211,13 +217,41 @@ class _Work:
         below = self._known.get(parent.snapshot_id) if parent is not None else None
         if parent is None or below is None or len(below.layers) >= MAX_DEPTH:
             return None
-        if is_volume(memory.base_id) or (parent.delta is None and parent.base_id == memory.base_id):
-            return None  # to compare would read the base from the repository; or the delta is the difference
+        if is_volume(memory.base_id) or is_volume(parent.base_id):
+            return None  # to compare would read a base from the repository
+        if parent.delta is None and parent.base_id == memory.base_id:
+            return None  # the delta is the difference
         out = self._scratch()
         with ExitStack() as stack:
             old, new = (_memory_stack(stack, each, size) for each in (parent, memory))
             layers.difference(old, new, out)
         return Volume(size, (*below.layers, self._compressed(out)))
+
+    def _shallow(self, volume: Volume) -> Volume:
+        """A volume itself, or one that reads the same with one layer in place of all over its lowest.
+
+        Snapshots that go from node to node get deep: nothing of them is here to be merged, so layers are fetched.
+        """
+        if len(volume.layers) < MAX_DEPTH:
+            return volume
+        if (done := self._flat.get(volume)) is None or not self._holds(done):
+            lowest, *over = volume.layers
+            self._claim.add(layer.digest for layer in over)
+            with ExitStack() as stack:
+                views = []
+                for ref in over:
+                    path = self._scratch()
+                    self._repository.fetch(ref, path)
+                    views.append(open_layer(stack.enter_context(FileSource(path)), ref.digest))
+                merged = self._scratch()
+                layers.compact(views, merged, bottom=False, virtual_size=volume.virtual_size)
+            done = self._flat[volume] = Volume(volume.virtual_size, (lowest, self._compressed(merged)))
+        return done
+
+    def _holds(self, volume: Volume) -> bool:
+        """Whether the repository has all its layers, and keeps them."""
+        self._claim.add(layer.digest for layer in volume.layers)
+        return all(self._repository.has_layer(layer.digest) for layer in volume.layers)
 
     def _compressed(self, path: Path) -> LayerRef:
         out = self._scratch()

@@ -149,6 +149,9 @@ class Repository(Protocol):
         Raises SourceError when it is gone, CorruptFileError when it is damaged.
         """
 
+    def check_layer(self, ref: LayerRef) -> None:
+        """Read a layer whole. Raises NotFoundError, SourceError, CorruptFileError when its bytes are others."""
+
     def commit(self, manifest: Manifest, *, claim: Claim) -> None:
         """Make a snapshot visible, all at once. Idempotent: the same snapshot may be committed again, by anyone.
 

@@ -98,10 +98,7 @@ class SharedRepository:
                 file.flush()
                 os.fsync(file.fileno())
             if f"sha256:{digest.hexdigest()}" != ref.digest:
-                raise CorruptFileError(
-                    f"The layer {ref.digest} in {self.store.describe()} is damaged: its bytes have another digest.",
-                    "Store it anew from a copy: aenv-store import --repair.",
-                )
+                raise self._damaged(ref)
             part.replace(path)
         except OSError as error:
             raise CapacityError(
@@ -109,6 +106,21 @@ class SharedRepository:
             ) from error
         finally:
             part.unlink(missing_ok=True)
+
+    def check_layer(self, ref: LayerRef) -> None:
+        if not self.has_layer(ref.digest):
+            raise NotFoundError(f"The layer {ref.digest} is not in {self.store.describe()}.")
+        digest = hashlib.sha256()
+        for data in self.stream(ref):
+            digest.update(data)
+        if f"sha256:{digest.hexdigest()}" != ref.digest:
+            raise self._damaged(ref)
+
+    def _damaged(self, ref: LayerRef) -> CorruptFileError:
+        return CorruptFileError(
+            f"The layer {ref.digest} in {self.store.describe()} is damaged: its bytes have another digest.",
+            "Store it anew from a copy: aenv-store import --repair.",
+        )
 
     def stream(self, ref: LayerRef) -> Iterator[bytes]:
         """All bytes of a layer, in order, several reads ahead where that pays. Nothing is verified."""
