@@ -43,7 +43,8 @@ from bench.density import density
 from bench.layer_server import layer_server
 from bench.report import Report, Row, console
 from bench.repository import repository
-from bench.snapshots import captures, commits, stalls
+from bench.snapshots import captures, stalls
+from bench.storage_formats import formats
 
 MIB = 1 << 20
 CHILDREN = 16
@@ -332,7 +333,7 @@ async def main(rounds: int, minutes: float, folder: Path) -> None:
         parts.append(lambda: stalls(node, sdk, bench.report))
         parts.append(lambda: captures(folder, bench.report, rounds))
         base = max((node.home / "memory").iterdir(), key=lambda path: path.stat().st_blocks)
-        parts.append(lambda: commits(base, folder, bench.report))
+        parts.append(lambda: formats(bench.report, base, 3))
         parts.append(lambda: repository(bench.report, folder))
         parts.append(lambda: layer_server(bench.report))
         parts.append(lambda: cold_start(folder, bench.report))

@@ -1,8 +1,6 @@
-"""What a snapshot costs: the guest's stall, writing it, committing it."""
+"""What a snapshot costs its guest: the stall, of which writing the memory is most."""
 
-import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -13,7 +11,6 @@ import numpy as np
 from e2b import Sandbox
 from tests.node.process import NodeProcess
 
-from aenv.storage import layers, zfile
 from aenv.vmm import memory as ram
 from bench.report import Report, Row
 
@@ -72,29 +69,6 @@ def captures(folder: Path, report: Report, rounds: int) -> None:
             ours, raw = milliseconds(capture, rounds), milliseconds(write, rounds)
             report.add(Row(f"capture of {size} MB dirty memory", ours, raw, note="by hand: write(2) of the bytes"))
             process.communicate()
-
-
-def commits(memory_file: Path, folder: Path, report: Report) -> None:
-    """A memory base to a compressed layer, against ``cp`` and ``zstd`` of the same bytes. Higher is better."""
-    layer, packed, squeezed = folder / "layer", folder / "packed", folder / "zst"
-
-    def rate(action: Callable[[], object], size: int) -> float:
-        begin = time.perf_counter()
-        action()
-        return size / MIB / (time.perf_counter() - begin)
-
-    size = memory_file.stat().st_blocks * 512
-    copy = ["cp", "--sparse=always", str(memory_file), str(folder / "copy")]
-    by_hand = rate(lambda: subprocess.run(copy, check=True), size)
-    written = rate(lambda: layers.from_flat(memory_file, layer), size)
-    report.add(Row("memory base to layer", written, by_hand, "MB/s", "by hand: cp --sparse=always"))
-    size = layer.stat().st_size
-    argv = ["zstd", "-q", "-1", f"-T{os.cpu_count()}", "-f", str(layer), "-o", str(squeezed)]
-    if shutil.which("zstd"):
-        by_hand = rate(lambda: subprocess.run(argv, check=True), size)
-        compressed = rate(lambda: zfile.write_zfile(layer, packed), size)
-        smaller = f"{size / packed.stat().st_size:.1f} times smaller, zstd {size / squeezed.stat().st_size:.1f}"
-        report.add(Row("layer to ZFile", compressed, by_hand, "MB/s", f"by hand: zstd -1; {smaller}"))
 
 
 def stalls(node: NodeProcess, create: Callable[[], Sandbox], report: Report) -> None:

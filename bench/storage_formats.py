@@ -93,12 +93,14 @@ def written_layers(folder: Path, base: Path, count: int) -> list[LayerView]:
 
 
 class Bench:
-    def __init__(self, folder: Path, memory: Path, rounds: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, folder: Path, memory: Path, rounds: int, clock: Callable[[], float], report: Report | None = None
+    ) -> None:
         self.clock = clock
         self.folder = folder
         self.memory = memory
         self.rounds = rounds
-        self.report = Report()
+        self.report = report or Report()
 
     def compare(
         self, name: str, ours: Callable[[], object], raw: Callable[[], object] | None, note: str = ""
@@ -210,6 +212,19 @@ class Bench:
             lambda: run("qemu-img", "convert", "-O", "raw", image, fresh(self.folder / "copy")),
         )
 
+    def run(self) -> None:
+        layer = self.capture()
+        self.compress(layer)
+        self.read(layer)
+        self.difference(layer)
+        self.qcow2()
+
+
+def formats(report: Report, memory: Path, rounds: int) -> None:
+    """All of it, by wall clock, with the memory of a guest."""
+    with tempfile.TemporaryDirectory(prefix="aenv-bench-") as name:
+        Bench(Path(name), memory, rounds, wall, report).run()
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -223,11 +238,7 @@ def main() -> None:
         if not arguments.memory:
             generated_memory(memory)
         bench = Bench(folder, memory, arguments.rounds, cpu if arguments.cpu else wall)
-        layer = bench.capture()
-        bench.compress(layer)
-        bench.read(layer)
-        bench.difference(layer)
-        bench.qcow2()
+        bench.run()
         console.print()
         bench.report.show()
 
