@@ -8,6 +8,7 @@ through a small relay that runs in the sandbox for each connection.
 import re
 import socket
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -97,10 +98,14 @@ class Forwarder:
             threading.Thread(target=self._guarded, args=(serve, connection), daemon=True).start()
 
     @staticmethod
-    def _guarded(serve, connection: socket.socket) -> None:  # type: ignore[no-untyped-def]
-        with connection, suppress(OSError, AenvError):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            serve(connection)
+    def _guarded(serve: Callable[[socket.socket], None], connection: socket.socket) -> None:
+        with connection:
+            with suppress(OSError, AenvError):
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                serve(connection)
+            with suppress(OSError):
+                # Another thread may wait for input of it: closing alone would not end the connection.
+                connection.shutdown(socket.SHUT_RDWR)
 
     def _proxy(self, connection: socket.socket) -> None:
         head = b""

@@ -112,10 +112,6 @@ def run(arguments: list[str] | None = None) -> int:
         return 1
     except (KeyboardInterrupt, click.Abort):
         return 130
-    except BrokenPipeError:
-        # Whoever read our output has enough. Python would complain again when it flushes at the end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
     return code if isinstance(code, int) else 0
 
 

@@ -76,7 +76,8 @@ def on_terminal(
         return client.start(argv, envs=terminal.environment() | dict(envs or {}), cwd=cwd, user=user, terminal=size)
 
     with Attended(api, client.sandbox_id):
-        ended = terminal.Terminal(client, start, lambda pid: _why_lost(api, client, pid)).run()
+        made = terminal.Terminal(client, start, lambda pid: _why_lost(api, client, pid))
+        ended = made.run(redraw=pid is not None)
     return exit_code(ended)
 
 

@@ -18,13 +18,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from aenv.client.connect import CommandRefusedError, Ended, Output, Started
+from aenv.client.connect import Ended, Output, Started
 from aenv.client.sandbox import ProcessInput, ProcessStream, SandboxClient, Size
 from aenv.client.transport import ApiError, UnreachableError
 from aenv.errors import AenvError
 
 RECONNECT = 30.0  # seconds of trying to get back to a running program
 PAUSE = 0.5  # seconds between two attempts
+INTERRUPT = b"\x03"  # Ctrl-C in raw mode
 # What a full-screen program that was cut off may have left on: the alternate screen, a hidden cursor, bracketed
 # paste, application keys, mouse reports, attributes. https://invisible-island.net/xterm/ctlseqs/ctlseqs.html
 RESET = b"\033[?1049l\033[?25h\033[?2004l\033[?1l\033>\033[?1000l\033[?1002l\033[?1003l\033[?1006l\033[0m\r\n"
@@ -66,10 +67,11 @@ def raw(descriptor: int) -> Iterator[None]:
     """Pass every key on as it is, Ctrl-C and Ctrl-D included, until the block is left."""
     before = termios.tcgetattr(descriptor)
     try:
-        tty.setraw(descriptor)
+        tty.setraw(descriptor, termios.TCSADRAIN)  # what was typed ahead is not thrown away
         yield
     finally:
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+        with suppress(termios.error):  # it has been closed
+            termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
 
 class Terminal:
@@ -92,27 +94,31 @@ class Terminal:
         self._pid = 0
         self._started = threading.Event()
         self._input: ProcessInput | None = None
+        self._typed = b""  # while the connection was lost
 
-    def run(self) -> Ended:
-        """Until the program ends. Raises CommandRefusedError if it cannot be started, LostError."""
+    def run(self, *, redraw: bool = False) -> Ended:
+        """Until the program ends. ``redraw``: it runs already, and has a screen to draw for this terminal.
+
+        Raises CommandRefusedError if it cannot be started or is not there, LostError.
+        """
         stdin = sys.stdin.fileno()
         stream = self._start(size())
         previous = signal.signal(signal.SIGWINCH, self._on_resize)
         try:
             with raw(stdin):
-                ended = self._follow(stream, stdin)
+                ended = self._follow(stream, stdin, redraw=redraw)
                 while isinstance(ended, Lost):
                     if self._pid == 0:  # it never started
                         raise ended.reason
-                    self._tell("\r\naenv: the connection was lost; trying to get back ...")
-                    ended = self._follow(self._again(ended), stdin, redraw=True)
+                    self._tell("\r\naenv: the connection was lost; trying to get back, Ctrl-C gives up ...")
+                    ended = self._follow(self._again(ended, stdin), stdin, redraw=True)
                 return ended
         finally:
             signal.signal(signal.SIGWINCH, previous)
             os.close(self._wake_read)
             os.close(self._wake_write)
 
-    def _follow(self, stream: ProcessStream, stdin: int, *, redraw: bool = False) -> Ended | Lost:
+    def _follow(self, stream: ProcessStream, stdin: int, *, redraw: bool) -> Ended | Lost:
         """Copy both ways until the stream ends."""
         self._ended = None
         self._started.clear()
@@ -121,6 +127,8 @@ class Terminal:
         try:
             if redraw:
                 self._redraw()
+                self._send(self._typed)
+                self._typed = b""
             self._copy_input(stdin)
         finally:
             stream.close()
@@ -166,6 +174,8 @@ class Terminal:
 
     def _send(self, data: bytes) -> None:
         """What cannot be sent is dropped; the output's end tells why."""
+        if not data:
+            return
         self._started.wait()
         try:
             if self._input is None:
@@ -187,33 +197,42 @@ class Terminal:
         self._resize((columns, max(1, rows - 1)))
         self._resize((columns, rows))
 
-    def _again(self, lost: Lost) -> ProcessStream:
+    def _again(self, lost: Lost, stdin: int) -> ProcessStream:
         """A new stream of the same program. Raises LostError with the terminal in order."""
+        try:
+            return self._attach(lost.reason, stdin)
+        except AenvError:
+            _write_all(sys.stdout.fileno(), RESET)
+            raise
+
+    def _attach(self, reason: AenvError, stdin: int) -> ProcessStream:
         deadline = time.monotonic() + RECONNECT
-        reason = lost.reason
         while time.monotonic() < deadline:
             try:
                 return self._client.attach(self._pid)
-            except CommandRefusedError as error:
-                self._restore()
-                raise LostError(f"The program ended while the connection was lost: {error.message}.") from error
             except AenvError as error:
                 reason = error
                 if isinstance(error, ApiError) and error.status == 404:
-                    self._restore()
                     raise LostError("The program ended while the connection was lost.") from error
             if (why := self._why_lost(self._pid)) is not None:
-                self._restore()
                 raise why
-            time.sleep(PAUSE)
-        self._restore()
+            if self._gives_up(stdin):
+                break
         raise LostError(
             f"The connection was lost: {reason.message}",
             f"The program may still run: `aenv connect {self._client.sandbox_id} --pid {self._pid}` goes back to it.",
         )
 
-    def _restore(self) -> None:
-        _write_all(sys.stdout.fileno(), RESET)
+    def _gives_up(self, stdin: int) -> bool:
+        """Wait before the next attempt. Keys are kept for the program, but for Ctrl-C: it is the user's answer."""
+        until = time.monotonic() + PAUSE
+        while (left := until - time.monotonic()) > 0:
+            if select.select([stdin], [], [], left)[0]:
+                data = os.read(stdin, 65536)
+                if not data or INTERRUPT in data:
+                    return True
+                self._typed += data
+        return False
 
     @staticmethod
     def _tell(message: str) -> None:

@@ -112,6 +112,8 @@ class Transport:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise InvalidRequestError(f"{url!r} is not the address of a server.", "It looks like http://host:8000.")
+        if not all(value.isascii() and value.isprintable() for value in headers.values()):
+            raise InvalidRequestError("The API key has characters that no key has.", "Copy it again.")
         self.url = url.rstrip("/")
         self._tls = parts.scheme == "https"
         self._host = parts.hostname

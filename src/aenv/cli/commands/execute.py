@@ -111,7 +111,7 @@ class _Command:
             return 128 + signal.SIGINT
         except BrokenPipeError:  # nobody reads our output any more
             self._end()
-            raise
+            return 128 + signal.SIGPIPE
 
     def _copy(self) -> int:
         ended: Ended | None = None

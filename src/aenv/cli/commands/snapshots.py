@@ -1,4 +1,6 @@
-"""``aenv snapshot create``, ``ls`` and ``rm``."""
+"""``aenv snapshot create``, ``ls``, ``publish`` and ``rm``."""
+
+import sys
 
 import click
 
@@ -6,6 +8,7 @@ from aenv.cli import help, options, output, session
 from aenv.cli.help import command
 from aenv.cli.table import Column
 from aenv.client.api import Api, Json
+from aenv.errors import AenvError
 
 group = help.group(
     "snapshot",
@@ -91,6 +94,42 @@ def ls(sandbox: str | None, quiet: bool, form: str | None) -> None:
         ),
         empty="No snapshots. `aenv snapshot create SANDBOX` makes one.",
     )
+
+
+@command(
+    "publish",
+    """
+aenv snapshot publish checkpoint registry.example.org/team/app:1
+aenv snapshot publish checkpoint registry.example.org/team/app:1 --username me --password-stdin < token
+aenv start --cold registry.example.org/team/app:1
+""",
+    of=group,
+)
+@click.argument("snapshot", metavar="SNAPSHOT", help="Name or id.")
+@click.argument("image", metavar="IMAGE", help="Where to: registry/repository:tag.")
+@click.option("--username", metavar="NAME", help="For the registry; the node's own credentials if left out.")
+@click.option("--password-stdin", is_flag=True, help="Read the registry's password from standard input.")
+@click.option("--with-env", is_flag=True, help="With its environment variables, which may be secrets.")
+@options.output_option
+def publish(
+    snapshot: str, image: str, username: str | None, password_stdin: bool, with_env: bool, form: str | None
+) -> None:
+    """Push a snapshot's root file system to a registry, as an image that starts on demand.
+
+    What the registry has already is not sent again. Memory and running programs are not part of it.
+    """
+    if (username is None) == password_stdin:
+        raise AenvError("--username and --password-stdin go together.")
+    body: Json = {"image": image, "environment": with_env}
+    if username is not None:
+        body |= {"username": username, "password": sys.stdin.read().strip()}
+    with session.naming("snapshot", snapshot):
+        done = session.connect().publish_snapshot(snapshot, body)
+    if output.wants_json(form):
+        output.print_json(done)
+        return
+    sent = f"{done['pushedLayers']} of {done['layers']} layers sent, {output.bytes_text(done['pushedBytes'])}"
+    print(f"{done['image']} published ({sent}): aenv start --cold {done['image']}")
 
 
 @command("rm", "\naenv snapshot rm checkpoint\n", of=group)

@@ -103,7 +103,11 @@ def start(
     try:
         code = shell.on_terminal(api, api.sandbox(sandbox_id), shell.LOGIN_SHELL, user=user)
     finally:
-        _left(api, sandbox_id, remove)
+        if remove:
+            api.kill(sandbox_id)
+            output.say(f"Sandbox {sandbox_id} deleted.")
+    if not remove:
+        _left(api, sandbox_id)
     raise click.exceptions.Exit(code)
 
 
@@ -118,12 +122,8 @@ def _print(api: Api, sandbox_id: str, quiet: bool, form: str | None) -> None:
         print(f"  aenv rm {sandbox_id}         deletes it")
 
 
-def _left(api: Api, sandbox_id: str, remove: bool) -> None:
-    """After a shell: delete the sandbox, or say that it is still there."""
-    if remove:
-        api.kill(sandbox_id)
-        output.say(f"Sandbox {sandbox_id} deleted.")
-        return
+def _left(api: Api, sandbox_id: str) -> None:
+    """After a shell: say that the sandbox is still there."""
     try:
         found = api.sandbox(sandbox_id)
     except AenvError:
@@ -155,8 +155,6 @@ def connect(sandbox: str, timeout: int, pid: int | None, user: str | None, workd
     found = session.find(api, sandbox)
     sandbox_id = found["sandboxID"]
     api.connect(sandbox_id, timeout)
-    try:
-        code = shell.on_terminal(api, api.sandbox(sandbox_id), shell.LOGIN_SHELL, user=user, cwd=workdir, pid=pid)
-    finally:
-        _left(api, sandbox_id, remove=False)
+    code = shell.on_terminal(api, api.sandbox(sandbox_id), shell.LOGIN_SHELL, user=user, cwd=workdir, pid=pid)
+    _left(api, sandbox_id)
     raise click.exceptions.Exit(code)
