@@ -118,7 +118,7 @@ class Publication:
         self.deleted = 0  # committed snapshots, since the start
 
     def start(self) -> None:
-        self._changed.set()
+        self.kick()
         self._task = asyncio.create_task(self._run(), name="publication")
 
     def kick(self) -> None:
