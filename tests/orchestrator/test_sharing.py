@@ -257,6 +257,55 @@ async def test_a_known_snapshot_starts_while_the_repository_fails(
     assert (await two.imports.origin("name")).snapshot_id == again.snapshot_id
 
 
+async def test_of_two_nodes_that_save_under_one_name_the_later_one_holds(make: Callable[[str], HalfNode]) -> None:
+    one, two = make("one"), make("two")
+    first = one.save("name")
+    second = two.save("name")  # neither knows of the other
+    await one.publish()
+    await two.publish()
+    assert one.repository.resolve("name", "default") == second.snapshot_id
+    await one.imports.refresh()
+    await two.imports.refresh()
+    for node in (one, two):
+        assert (await node.imports.origin("name")).snapshot_id == second.snapshot_id
+    assert (await one.imports.origin(first.id)).snapshot_id == first.snapshot_id, "it has its id still"
+    # Now one that knows of it: the id stays, and the other node has it when it looks the next time.
+    await one.imports.inherit("name")
+    third = one.save("name")
+    assert third.id == second.id
+    await one.publish()
+    await two.imports.refresh()
+    assert (await two.imports.origin("name")).snapshot_id == third.snapshot_id
+    assert [saved.id for saved in two.store.saved.rows.values()] == [third.id]
+    await two.publish()
+    manifests = {manifest.id for manifest in one.repository.list()}
+    assert manifests == {first.snapshot_id, third.snapshot_id}, "nobody needs the second one"
+
+
+async def test_what_was_saved_just_now_is_not_taken_for_an_old_one(
+    make: Callable[[str], HalfNode],
+) -> None:
+    node = make("one")
+    node.save("name")
+    await node.publish()
+    listing = node.imports._list
+
+    def older() -> Any:
+        found = listing()
+        released.wait()
+        return found
+
+    released = threading.Event()
+    node.imports._list = older  # type: ignore[method-assign]
+    refreshing = asyncio.ensure_future(node.imports.refresh())
+    again = node.save("name")
+    await node.publish()
+    released.set()
+    await refreshing
+    assert node.store.saved[again.id] == again
+    assert node.repository.resolve("name", "default") == again.snapshot_id
+
+
 async def test_a_repository_that_hangs_keeps_nobody_else_from_working(
     make: Callable[[str], HalfNode], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -95,25 +96,48 @@ class Imports:
         return [saved for saved in self._listed if saved.id not in rows]
 
     async def refresh(self) -> None:
-        """List the repository. Raises SourceError."""
+        """List the repository, and follow names of this node that others gave another content. Raises SourceError."""
         own = self._own()
-        listed = await remotely(self._list)
+        names, listed = await remotely(self._list)
         own |= self._own()
         self._listed = [saved for saved in listed if saved.snapshot_id not in own]
+        for saved in list(self._store.saved.rows.values()):
+            if saved.name is not None and names.get((saved.name, saved.tag), saved.snapshot_id) != saved.snapshot_id:
+                await self._follow(saved.name, saved.tag)
 
     def _own(self) -> set[str]:
         """What this node published: listed by its own records, and not at all once those are gone."""
         return {row.snapshot_id for row in self._store.published.rows.values()}
 
-    def _list(self) -> list[SavedSnapshot]:
-        tags = {entry.snapshot: entry.tag for entry in self._repository.names()}
+    async def _follow(self, name: str, tag: str) -> None:
+        """Two nodes saved under one name: what the repository has under it holds, for the other one as well.
+
+        What this node has not published yet will be the newer one. The listing may be older than what it published
+        since, so the repository is asked again.
+        """
+        key = f"{name}:{tag}"
+        async with self._locks.setdefault(name, asyncio.Lock()):
+            given = self._store.published.get(key)
+            now = await self._resolve(name, tag)
+            saved = self._saved.find(key)
+            if given is None or given != self._store.published.get(key) or now == given.snapshot_id:
+                return
+            if saved is None or saved.imported or saved.name != name or saved.snapshot_id != given.snapshot_id:
+                return
+            log.info("another node saved under a name of this one", name=key, snapshot=now)
+            await self._take(now, tag, instead_of=saved)
+
+    def _list(self) -> tuple[dict[tuple[str, str], str], list[SavedSnapshot]]:
+        """What each name means, and the snapshots that have one."""
+        names = {(entry.name, entry.tag): entry.snapshot for entry in self._repository.names()}
+        tags = {snapshot: tag for (_, tag), snapshot in names.items()}
         found = []
         for manifest in self._repository.list():
             with contextlib.suppress(CorruptFileError):
                 saved = _saved(manifest, tags.get(manifest.id, catalog.DEFAULT_TAG))
                 if saved.sandbox_id and manifest.id in tags:
                     found.append(saved)
-        return found
+        return names, found
 
     async def find(self, text: str) -> SavedSnapshot:
         """The snapshot that the repository has under a name or id, recorded here.
@@ -169,16 +193,21 @@ class Imports:
         imported = (s for s in self._store.saved.rows.values() if s.imported and s.tag == tag)
         return next((s for s in imported if name in (s.name, s.id.partition(":")[0])), None)
 
-    async def _take(self, snapshot_id: str, tag: str) -> SavedSnapshot:
+    async def _take(self, snapshot_id: str, tag: str, instead_of: SavedSnapshot | None = None) -> SavedSnapshot:
+        """Record a snapshot of the repository. ``instead_of`` is of this node; it gives its name to the other, and is
+        gone when that has its id as well.
+        """
         manifest, claim = await remotely(self._repository.acquire, snapshot_id, self._owner)
         try:
             async with self._volumes.keeping(manifest.digests()):
                 saved = _saved(manifest, tag)
                 known = self._store.saved.get(saved.id)
-                if known is not None and not known.imported:
+                if known is not None and not known.imported and known != instead_of:
                     return known  # it is this node's own
                 state = await self._fetch_state(manifest)
                 with self._store.transaction():
+                    if instead_of is not None and self._store.saved.get(instead_of.id) == instead_of:
+                        self._store.saved.put(replace(instead_of, name=None))
                     if snapshot_id not in self._store.snapshots.rows:
                         self._record(manifest)
                     self._store.saved.put(saved)
