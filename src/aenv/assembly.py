@@ -40,6 +40,7 @@ from aenv.template.archives import Archives
 from aenv.template.builder import TemplateBuilder
 from aenv.template.cache import LayerCache
 from aenv.template.engine import Engine
+from aenv.template.export import ImageExport
 from aenv.template.journal import JournalStore
 from aenv.template.machine import Workshop
 from aenv.template.origin import Origins
@@ -69,6 +70,7 @@ class Running:
     logs: LogStore
     recorder: Recorder
     templates: TemplateService
+    exports: ImageExport
 
 
 def find_envd(settings: Settings) -> Path:
@@ -173,6 +175,7 @@ async def running_node(settings: Settings, progress: Progress, *, pause_all: boo
             settings, layout, store, vmm, pool, slots, guests, sharing, checkpoints, capacity, shape, artifacts
         )
         templates.open()
+        exports = ImageExport(templates.workshop, sharing.repository, on_demand, capacity)
         pool.start()
         recorder.start(store.sandboxes.rows.values())
         stack.push_async_callback(recorder.close)
@@ -183,7 +186,7 @@ async def running_node(settings: Settings, progress: Progress, *, pause_all: boo
         stack.push_async_callback(sampler.close)
         stack.push_async_callback(_close, node, pause_all)
         stack.push_async_callback(templates.close)
-        yield Running(node, store, vmm, pool, machines, sampler, logs, recorder, templates)
+        yield Running(node, store, vmm, pool, machines, sampler, logs, recorder, templates, exports)
 
 
 def open_sharing(settings: Settings, layout: Layout, store: Store) -> tuple[Sharing, ImageVolumes]:

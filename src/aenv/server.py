@@ -116,6 +116,7 @@ async def _serve_http(
 ) -> None:
     app = create_app(settings, running.node, services.credentials.valid, services)
     app.serve_templates(running.templates, settings)
+    app.serve_exports(running.exports)
     running.machines.on_retire = app.proxy.drop
     server = uvicorn.Server(uvicorn_config(app, settings, grace=GRACE))
     serving = asyncio.create_task(server._serve([listener]))

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +14,7 @@ import httpx
 import pytest
 from e2b import Sandbox
 
+from aenv.image.manifest import OCI_MANIFEST
 from aenv.storage.layerd.client import LayerServer
 from aenv.storage.layerd.config import Config
 from tests.image import overlaybd, registries
@@ -129,3 +132,72 @@ def test_refusals(native: Pushed, api: httpx.Client, node: NodeProcess) -> None:
     answer = api.post("/sandboxes-cold", json={"image": native.name, "diskSizeMB": SIZE * 2}, timeout=60)
     assert answer.status_code == 400 and f"{SIZE} MiB" in answer.json()["message"], answer.text
     assert not node.records("sandboxes")
+
+
+def test_a_snapshot_is_published_and_started_again(
+    cold: Callable[..., Sandbox], create: Create, node: NodeProcess, api: httpx.Client, native: Pushed
+) -> None:
+    host = native.name.partition("/")[0]
+    target = f"{host}/native/published:1"
+    sandbox = cold(envVars={"SECRET": "x"})
+    sandbox.commands.run("echo written > /tmp/f")  # by nobody synced
+    saved = api.post(f"/sandboxes/{sandbox.sandbox_id}/snapshots", json={"name": "to-publish"}).json()["snapshotID"]
+    answer = api.post(f"/snapshots/{saved}/publish", json={"image": target}, timeout=300)
+    assert answer.status_code == 201, answer.text
+    done = answer.json()
+    assert done["image"] == target and done["layers"] > 2
+    # The second time the registry has everything but what is written out anew.
+    environment = {**os.environ, "AENV_API_URL": node.url, "AENV_API_KEY": node.api_key, "NO_COLOR": "1"}
+    program = Path(sys.executable).parent / "aenv"
+    command = [str(program), "snapshot", "publish", "to-publish", f"{host}/native/published:2", "-o", "json"]
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert said.returncode == 0, said.stderr
+    again = json.loads(said.stdout)
+    assert again["pushedLayers"] <= 1
+    started = cold(image=target)
+    shown = started.commands.run("cat /tmp/f; hello; echo $FROM_IMAGE.$SECRET; echo $PATH; id -un")
+    assert shown.stdout.splitlines() == ["written", "hello", ".", "/tools:/bin", "uid4321"]
+    with_env = api.post(
+        "/snapshots/to-publish/publish",
+        json={"image": f"{host}/native/published:3", "environment": True},
+        timeout=300,
+    )
+    assert with_env.status_code == 201
+    manifest = httpx.get(f"http://{host}/v2/native/published/manifests/3", headers={"Accept": OCI_MANIFEST}).json()
+    config = httpx.get(f"http://{host}/v2/native/published/blobs/{manifest['config']['digest']}").json()
+    assert "SECRET=x" in config["config"]["Env"] and config["config"]["User"] == "uid4321"
+    for body, status in (
+        ({"image": "no-registry"}, 400),
+        ({"image": f"{host}/x@{done['digest']}"}, 400),
+        ({"image": target, "username": "u"}, 400),
+        ({}, 400),
+    ):
+        assert api.post(f"/snapshots/{saved}/publish", json=body).status_code == status, body
+    assert api.post("/snapshots/unknown/publish", json={"image": target}).status_code == 404
+    api.delete(f"/snapshots/{saved}")
+    for each in (sandbox, started):
+        each.kill()
+    wait_for(lambda: not node.records("sandboxes"), "the sandboxes to be gone")
+    assert not list((node.home / "commits").iterdir())
+    assert_nothing_leaked(node)
+
+
+def test_a_snapshot_of_the_base_template_is_published(
+    create: Create, api: httpx.Client, native: Pushed, node: NodeProcess
+) -> None:
+    """Nothing of it needs to be committed first; without memory it is taken as it is."""
+    target = f"{native.name.partition('/')[0]}/native/from-base:1"
+    sandbox = create()
+    sandbox.files.write("f", "disk alone")
+    path = f"/sandboxes/{sandbox.sandbox_id}/snapshots"
+    saved = api.post(path, json={"memory": False}).json()["snapshotID"]
+    sandbox.kill()
+    done = api.post(f"/snapshots/{saved}/publish", json={"image": target}, timeout=500)
+    assert done.status_code == 201, done.text
+    assert done.json()["pushedLayers"] == done.json()["layers"] >= 2
+    answer = api.post("/sandboxes-cold", json={"image": target, "timeout": 300}, timeout=300)
+    assert answer.status_code == 201, answer.text
+    started: Sandbox = Sandbox.connect(answer.json()["sandboxID"], timeout=300)
+    assert started.files.read("f") == "disk alone"
+    assert started.commands.run("sudo id -u; python3 -c 'print(6*7)'").stdout == "0\n42\n"
+    api.delete(f"/snapshots/{saved}")

@@ -16,6 +16,7 @@ from aenv.api import (
     health,
     images,
     observe,
+    publish,
     sandbox_lists,
     sandboxes,
     secrets,
@@ -36,6 +37,7 @@ from aenv.config import Settings
 from aenv.orchestrator.interface import Orchestrator
 from aenv.proxy.app import SandboxProxy
 from aenv.proxy.routing import ENVD_PORT, Target
+from aenv.template.export import ImageExport
 from aenv.template.service import TemplateService
 
 
@@ -56,6 +58,10 @@ class Application:
         )
         self.api.state.templates = service
         self.api.state.upload_links = links
+
+    def serve_exports(self, exports: ImageExport) -> None:
+        """Let snapshots be published. Without this it is refused."""
+        self.api.state.exports = exports
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan":
@@ -110,6 +116,7 @@ def create_app(
         sandboxes,
         cold,
         images,
+        publish,
         snapshots,
         unsupported,
         template_tags,

@@ -100,6 +100,12 @@ class Api:
     def delete_snapshot(self, name: str) -> None:
         self.transport.request("DELETE", f"/snapshots/{quoted(name)}")
 
+    def publish_snapshot(self, name: str, body: Json) -> Json:
+        """Pushes its root file system to a registry."""
+        path = f"/snapshots/{quoted(name)}/publish"
+        done: Json = self.transport.request("POST", path, body=body, timeout=PULL_TIMEOUT).json()
+        return done
+
     # -- images
 
     def create_cold(self, body: Json) -> Json:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from aenv.errors import IncompatibleSnapshotError, InvalidRequestError
+from aenv.errors import InvalidRequestError
 from aenv.image.rootfs import pull_rootfs
 from aenv.orchestrator.builds import CachedLayer
 from aenv.orchestrator.catalog import find, written
@@ -120,7 +120,7 @@ class Origins:
             parent = workshop.store.layers[origin.snapshot.disk]
             disk_mib = origin.snapshot.disk_mib
             if not origin.settled:
-                parent = await self._settle(origin.snapshot, pins)
+                parent = await workshop.settled(origin.snapshot, pins)
         else:
             assert origin.rootfs is not None
             parent, disk_mib = self._import(origin.rootfs), workshop.settings.default_disk
@@ -152,23 +152,6 @@ class Origins:
         )
         self._cache.put(layer)
         return layer
-
-    async def _settle(self, snapshot: Snapshot, pins: Pins) -> DiskLayer:
-        """The disk of a snapshot with what was in its guest's memory only; a layer without a record.
-
-        Raises IncompatibleSnapshotError where it cannot run.
-        """
-        differences = snapshot.fingerprint.mismatches(self._workshop.vmm.fingerprint)
-        if differences:
-            raise IncompatibleSnapshotError(
-                f"The snapshot to build from cannot be restored here: {'; '.join(differences)}.",
-                "Take it anew, or without memory.",
-            )
-        machine = await self._workshop.restore(snapshot, pins)
-        try:
-            return await machine.settle()
-        finally:
-            await machine.close()
 
     def _import(self, rootfs: Path) -> DiskLayer:
         """The image as a disk layer: a second name of the same file, which is never written."""

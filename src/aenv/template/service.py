@@ -67,7 +67,7 @@ class TemplateService:
         imports: Imports,
     ) -> None:
         self._settings = settings
-        self._workshop = workshop
+        self._workshop = self.workshop = workshop
         self._store: Store = workshop.store
         self._imports = imports
         self._engine = engine
