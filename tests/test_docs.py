@@ -28,10 +28,9 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 
 
-def test_configuration_reference_is_what_the_script_writes() -> None:
-    result = subprocess.run(
-        [sys.executable, ROOT / "scripts/config_reference.py", "--check"], capture_output=True, text=True
-    )
+@pytest.mark.parametrize("script", ["config_reference.py", "cli_reference.py"])
+def test_a_reference_is_what_its_script_writes(script: str) -> None:
+    result = subprocess.run([sys.executable, ROOT / "scripts" / script, "--check"], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 
 
