@@ -31,12 +31,12 @@ HEAD = """# Command line
 
 The key of 3 and 4 is sent to that place's server alone.
 
-**Sandboxes** may be named by the beginning of their id, if no other id begins so. Times are written `90`, `90s`, `15m`,
-`2h` or `1d`.
+**Sandboxes** may be named by the beginning of their id, if no other id begins so. Times are written `90`, `90s`,
+`15m`, `2h` or `1d`.
 
-**Output**: a table on a terminal, JSON in a pipe or file; `--output` overrides. Remarks and errors go to standard error.
-No colours where `NO_COLOR` is set, `TERM` is `dumb`, or there is no terminal. JSON is what the [API](../README.md)
-answered.
+**Output**: a table on a terminal, JSON in a pipe or file; `--output` overrides. Remarks and errors go to standard
+error. No colours where `NO_COLOR` is set, `TERM` is `dumb`, or there is no terminal. JSON is what the server's API
+answered: `GET /openapi.json` describes it.
 
 | exit code | means |
 |---:|---|
