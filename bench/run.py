@@ -38,6 +38,7 @@ from bench.by_hand import (
     run_command,
 )
 from bench.calls import calls, listing, streams
+from bench.cli import cli
 from bench.cold_start import cold_start
 from bench.density import density
 from bench.layer_server import layer_server
@@ -328,6 +329,7 @@ async def main(rounds: int, minutes: float, folder: Path) -> None:
         parts: list[Callable[[], None]] = [bench.life, bench.forks]
         sdk = bench.create
         parts.append(lambda: calls(sdk, bench.host_of, bench.report, rounds))
+        parts.append(lambda: cli(node, sdk, bench.host_of, bench.report, rounds))
         parts.append(lambda: streams(sdk, bench.report, minutes))
         parts.append(lambda: listing(node, bench.report, rounds))
         parts.append(lambda: stalls(node, sdk, bench.report))
