@@ -41,6 +41,7 @@ from bench.calls import calls, listing, streams
 from bench.cli import cli
 from bench.cold_start import cold_start
 from bench.density import density
+from bench.images import images
 from bench.layer_server import layer_server
 from bench.report import Report, Row, console
 from bench.repository import repository
@@ -339,6 +340,7 @@ async def main(rounds: int, minutes: float, folder: Path) -> None:
         parts.append(lambda: repository(bench.report, folder))
         parts.append(lambda: layer_server(bench.report))
         parts.append(lambda: cold_start(folder, bench.report))
+        parts.append(lambda: images(bench.report, folder))
         parts.append(lambda: density(node, sdk, CHILDREN))
         for part in parts:
             await asyncio.to_thread(part)
