@@ -106,7 +106,8 @@ fn parameter(text: &str, name: &str) -> Option<String> {
     }
 }
 
-/// Reads up to the closing quote. Clients escape a quote as `\"` or, browsers and httpx, as `%22`.
+/// Reads up to the closing quote. Clients escape a quote as `\"` or, browsers and httpx, as `%22`, and line ends and
+/// other control characters in that way, too.
 fn unquote(text: &str) -> (String, &str) {
     let mut value = String::new();
     let mut chars = text.char_indices();
@@ -125,7 +126,20 @@ fn unquote(text: &str) -> (String, &str) {
 }
 
 fn decode_form(value: &str) -> String {
-    value.replace("%22", "\"").replace("%0D", "\r").replace("%0A", "\n")
+    let mut parts = value.split('%');
+    let mut decoded = parts.next().unwrap_or_default().to_owned();
+    for part in parts {
+        let digits = part.get(..2).filter(|d| d.bytes().all(|b| b.is_ascii_hexdigit()));
+        let code = digits.and_then(|d| u8::from_str_radix(d, 16).ok());
+        match code.filter(|c| c.is_ascii_control() || *c == b'"') {
+            Some(code) => {
+                decoded.push(char::from(code));
+                decoded.push_str(&part[2..]);
+            }
+            None => decoded.extend(["%", part]),
+        }
+    }
+    decoded
 }
 
 impl Parser {
@@ -286,6 +300,19 @@ mod tests {
                     assert!(delimiter.begun(cut) >= delimiter.text.len() - 1);
                 }
             }
+        }
+    }
+
+    #[test]
+    fn escapes_of_browsers_and_httpx() {
+        for (sent, wanted) in [
+            ("%22a%0D%0a%09%", "\"a\r\n\t%"),
+            ("100%.txt", "100%.txt"),
+            ("%41%2F%zz%+1", "%41%2F%zz%+1"),
+            ("%é", "%é"),
+            ("", ""),
+        ] {
+            assert_eq!(decode_form(sent), wanted);
         }
     }
 

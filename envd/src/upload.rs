@@ -22,6 +22,8 @@ use std::sync::Arc;
 const BUFFER: usize = 512 << 10;
 /// Smaller pieces are copied together: keeping each costs more, and keeps the larger memory it came in.
 const SMALL: usize = 16 << 10;
+/// Compressed bytes taken at a time: a byte may stand for a thousand.
+const SLICE: usize = 1 << 10;
 /// Limits of metadata (the specification's numbers): one key, and all together with the prefix counted per key.
 const MAX_KEY: usize = 246;
 const MAX_METADATA: usize = 4096;
@@ -79,6 +81,8 @@ fn metadata_of(headers: &HeaderMap) -> Result<HashMap<String, String>, HttpError
 struct Source {
     body: RequestBody,
     gzip: Option<MultiGzDecoder<Vec<u8>>>,
+    /// Received and not decompressed.
+    compressed: Bytes,
 }
 
 impl Source {
@@ -89,13 +93,20 @@ impl Source {
             "gzip" => Some(MultiGzDecoder::new(Vec::new())),
             other => return Err(HttpError::bad(format!("unsupported Content-Encoding: {other}"))),
         };
-        Ok(Source { body, gzip })
+        Ok(Source { body, gzip, compressed: Bytes::new() })
     }
 
     /// The next bytes; `None` at the end. May be empty.
     async fn next(&mut self) -> Result<Option<Bytes>, HttpError> {
         let invalid = |e: io::Error| HttpError::bad(format!("invalid gzip body: {e}"));
         loop {
+            if let Some(gzip) = self.gzip.as_mut().filter(|_| !self.compressed.is_empty()) {
+                while !self.compressed.is_empty() && gzip.get_ref().len() < BUFFER {
+                    let slice = self.compressed.split_to(self.compressed.len().min(SLICE));
+                    gzip.write_all(&slice).map_err(invalid)?;
+                }
+                return Ok(Some(std::mem::take(gzip.get_mut()).into()));
+            }
             let Some(frame) = self.body.frame().await else {
                 let Some(mut gzip) = self.gzip.take() else { return Ok(None) };
                 gzip.try_finish().map_err(invalid)?;
@@ -103,11 +114,10 @@ impl Source {
             };
             let frame = frame.map_err(|e| HttpError::bad(format!("reading the body: {e}")))?;
             let Ok(data) = frame.into_data() else { continue };
-            let Some(gzip) = &mut self.gzip else {
+            if self.gzip.is_none() {
                 return Ok(Some(data));
-            };
-            gzip.write_all(&data).map_err(invalid)?;
-            return Ok(Some(std::mem::take(gzip.get_mut()).into()));
+            }
+            self.compressed = data;
         }
     }
 }
