@@ -164,7 +164,7 @@ read -ra packages <<<"$(missing nftables iproute2 e2fsprogs mmdebstrap git curl 
 [ ${#packages[@]} -eq 0 ] ||
   apt_install "sandbox networks, root filesystems, and linking the guest daemon" "${packages[@]}"
 if [ $group = dev ]; then
-  read -ra packages <<<"$(missing docker-registry apache2-utils umoci openssl zstd lz4)"
+  read -ra packages <<<"$(missing docker-registry apache2-utils umoci skopeo openssl zstd lz4)"
   if [ ${#packages[@]} -gt 0 ]; then
     apt_install "the tests run an image registry, benchmarks compare with umoci, zstd and lz4" "${packages[@]}"
     # The tests start their own registry; Debian's package starts one for everybody.
