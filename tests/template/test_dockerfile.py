@@ -135,8 +135,8 @@ def of(content: str, target: str | None = None, **arguments: str) -> Plan:
 
 
 def actions(content: str, target: str | None = None, **arguments: str) -> list[object]:
-    """Of the target, without what every build begins with."""
-    return [step.action for step in of(content, target, **arguments).target.steps if step.line]
+    """Of the target."""
+    return [step.action for step in of(content, target, **arguments).target.steps]
 
 
 def sh(text: str) -> Run:
@@ -184,7 +184,7 @@ def test_instructions_without_a_step() -> None:
         CMD ["a b"]
         """
     target = of(content).target
-    assert [step for step in target.steps if step.line] == []
+    assert not target.steps
     assert target.ports == [80, 8000]
     assert target.start_command == "serve --all 'a b'"
 
@@ -225,7 +225,7 @@ def test_arguments() -> None:
         """
     one, last = of(content, TAG="4").stages
     assert one.image == "docker.io/alpine:4"
-    assert [step.action for step in one.steps if step.line] == [
+    assert [step.action for step in one.steps] == [
         Env((("WHO", "me"), ("ARCH", "amd64"))),
         Env((("NAME", "env"),)),
         Run("export TAG=4\nexec /bin/sh -c 'echo $NAME $TAG'", None),
@@ -307,13 +307,13 @@ def test_stages_that_are_needed() -> None:
 def test_a_stage_that_begins_with_another_has_its_steps() -> None:
     target = of(MULTI_STAGE, "test").target
     assert (target.image, target.env) == ("golang", {"CGO": "0"})
-    assert [step.source for step in target.steps if step.line] == ["ENV CGO=0", "RUN go build", "RUN go test"]
+    assert [step.source for step in target.steps] == ["ENV CGO=0", "RUN go build", "RUN go test"]
     assert of(MULTI_STAGE, "1").target.name == "test"
 
 
 def test_a_cache_mount_is_warned_of() -> None:
     found = of("FROM a\nRUN --mount=type=cache,target=/x make")
-    assert [step.action for step in found.target.steps if step.line] == [sh("make")]
+    assert [step.action for step in found.target.steps] == [sh("make")]
     assert found.warnings == ("line 2: the cache of --mount is not kept between builds.",)
 
 

@@ -154,6 +154,7 @@ def build_start(body: schemas.BuildStart) -> BuildStart:
         start_cmd=body.start_cmd or "",
         ready_cmd=body.ready_cmd or "",
         force=body.force,
+        dockerfile=body.dockerfile,
     )
 
 

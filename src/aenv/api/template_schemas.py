@@ -65,6 +65,11 @@ class BuildStart(_Model):
     start_cmd: Text | None = None
     ready_cmd: Text | None = None
     force: StrictBool = False
+    dockerfile: StrictBool = Field(
+        False,
+        description="The steps are a Dockerfile's: they begin as the image's own user in its own folder, root and / "
+        "without; sandboxes run as user in its home where neither names others. Not in E2B's API",
+    )
 
 
 class BuildLogEntry(_Model):

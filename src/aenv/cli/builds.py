@@ -109,7 +109,7 @@ class Printer:
     """Writes a build's log to standard error: headings of steps, and below each its output."""
 
     def __init__(self, headings: Mapping[str, str] | None = None) -> None:
-        """``headings`` replace the server's own lines for steps, by number; an empty one hides the step."""
+        """``headings`` replace the server's own lines for steps, by number."""
         self._headings = headings or {}
 
     def show(self, entry: Json) -> None:
@@ -118,7 +118,7 @@ class Printer:
             ours = self._headings.get(step or "")
             if ours is None:
                 self.heading(message)
-            elif ours:
+            else:
                 self.heading(ours, "cached" if message.startswith("CACHED [") else "")
         elif step in ("base", "finalize"):
             self.heading(message)

@@ -35,7 +35,7 @@ class CopyFiles:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """``line`` and ``source`` are the instruction's; 0 and empty for what no instruction asked for."""
+    """``line`` and ``source`` are the instruction's."""
 
     line: int
     source: str
@@ -53,8 +53,6 @@ class Stage:
     steps: list[Step] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)  # whose values are known here
     shell: tuple[str, ...] = DEFAULT_SHELL
-    user: str | None = None
-    has_workdir: bool = False
     entrypoint: str = ""
     entrypoint_alone: bool = False  # written for a shell, which gives it no arguments
     command: str = ""

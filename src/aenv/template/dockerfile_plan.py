@@ -1,8 +1,7 @@
 """What a Dockerfile asks for, as steps of template builds: one build for each stage that is needed. Pure.
 
-A stage that begins with another stage has that one's steps first. As in E2B's own reading of Dockerfiles, commands
-run as root in ``/`` until ``USER`` and ``WORKDIR`` say otherwise, whatever the base image has; and sandboxes run as
-``user`` in its home unless the Dockerfile names a user and a folder.
+A stage that begins with another stage has that one's steps first. As whom and where the steps begin is the server's
+business, which knows the image: ``aenv.template.context.of_dockerfile``.
 """
 
 import posixpath
@@ -10,7 +9,6 @@ import re
 import shlex
 from collections.abc import Callable, Mapping
 
-from aenv.image.defaults import DEFAULT_USER
 from aenv.template import dockerfile_words as words
 from aenv.template.dockerfile import Dockerfile, DockerfileError, Instruction, heredoc_marks
 from aenv.template.dockerfile_model import CopyFiles, InlineFile, Plan, Stage, Step
@@ -55,16 +53,6 @@ def plan(dockerfile: Dockerfile, arguments: Mapping[str, str], target: str | Non
     if not reader.stages:
         raise DockerfileError(1, "there is no FROM.", "A Dockerfile begins with the image that it builds on.")
     return Plan(tuple(reader.stages), reader.find_target(target), tuple(reader.warnings))
-
-
-def final_steps(stage: Stage) -> list[Step]:
-    """The stage's steps as a template's: with the user and folder of its sandboxes at the end."""
-    steps = list(stage.steps)
-    if stage.user is None:
-        steps.append(Step(0, "", User(DEFAULT_USER)))
-    if not stage.has_workdir:
-        steps.append(Step(0, "", Workdir("/root" if stage.user == "root" else "~")))
-    return steps
 
 
 class _Reader:
@@ -161,8 +149,7 @@ class _Reader:
         name = parts[2].lower() if len(parts) == 3 else ""
         index = len(self.stages)
         if parent is None:
-            start = [Step(0, "", User("root")), Step(0, "", Workdir("/"))]
-            self.stages.append(Stage(index, name, instruction.line, base, steps=start))
+            self.stages.append(Stage(index, name, instruction.line, base))
         else:
             self.stages.append(parent.child(index, name, instruction.line))
         self._args = {}
@@ -298,7 +285,6 @@ class _Reader:
         return path
 
     def _workdir(self, instruction: Instruction) -> None:
-        self._now.has_workdir = True
         self._add(instruction, Workdir(self._template(instruction.text)))
 
     def _user(self, instruction: Instruction) -> None:
@@ -308,7 +294,6 @@ class _Reader:
         user, _, group = name.partition(":")
         if group:
             self.warnings.append(f"line {instruction.line}: the group is the user's own, not {group}.")
-        self._now.user = "root" if user == "0" else user
         self._add(instruction, User(user))
 
     def _shell(self, instruction: Instruction) -> None:

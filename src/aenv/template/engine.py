@@ -17,7 +17,7 @@ from aenv.orchestrator.builds import BuiltImage, CachedLayer, Failure
 from aenv.template import globs, growth, keys, scripts
 from aenv.template.archives import Archives
 from aenv.template.cache import LayerCache
-from aenv.template.context import Context
+from aenv.template.context import Context, after_dockerfile
 from aenv.template.guest import BuildGuest, CommandFailedError
 from aenv.template.journal import Journal
 from aenv.template.machine import BuildMachine, Pins, Workshop
@@ -83,11 +83,12 @@ class _Run:
     async def _build(self) -> BuiltImage:
         plan, total = self._plan, len(self._plan.steps)
         origin = await self._origins.find(plan, self._journal)
-        chain = step_keys(origin.key, plan.steps)
+        begin = keys.of_dockerfile(origin.key) if plan.dockerfile else origin.key
+        chain = step_keys(begin, plan.steps)
         start = plan.start_cmd or origin.start_cmd
         ready = plan.ready_cmd or ("" if plan.start_cmd else origin.ready_cmd)
         final = keys.of_final(
-            chain[-1] if chain else origin.key,
+            chain[-1] if chain else begin,
             plan.shape,
             self._workshop.vmm.fingerprint,
             self._workshop.initramfs_sha256,
@@ -111,6 +112,8 @@ class _Run:
             if is_captured(step):
                 await self._keep(machine, guest, key, context)
         self._step = FINALIZE
+        if plan.dockerfile:
+            context = after_dockerfile(context, origin.context, plan.steps)
         return await self._finalize(machine, guest, context, final, start, ready)
 
     def _cached(self, chain: list[str]) -> set[str]:

@@ -28,6 +28,11 @@ def of_snapshot(snapshot_id: str) -> str:
     return _digest("snapshot", snapshot_id)
 
 
+def of_dockerfile(origin: str) -> str:
+    """The key of what a Dockerfile's steps begin with: they run as other users than an SDK's."""
+    return _digest("dockerfile", origin)
+
+
 def of_step(parent: str, step: Step) -> str:
     return _digest("step", parent, type(step.action).__name__, asdict(step.action))
 

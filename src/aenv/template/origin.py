@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from aenv.errors import InvalidRequestError
+from aenv.image.defaults import DEFAULT_USER
 from aenv.image.rootfs import pull_rootfs
 from aenv.orchestrator.builds import CachedLayer
 from aenv.orchestrator.catalog import find, written
@@ -69,6 +70,9 @@ class Origins:
             if snapshot is None:
                 raise InvalidRequestError("The template or snapshot to build from has been deleted.")
             context = Context(template.env_vars, template.default_user, template.default_workdir)
+            if plan.dockerfile:
+                user = "" if template.default_user == DEFAULT_USER else template.default_user
+                context = contexts.of_dockerfile(template.env_vars, user, template.default_workdir or "")
             if isinstance(template, SavedSnapshot):
                 return Origin(keys.of_snapshot(snapshot.id), context, snapshot, settled=not snapshot.has_memory)
             return Origin(
@@ -89,7 +93,8 @@ class Origins:
             credentials=(plan.login.username, plan.login.password) if plan.login else None,
             progress=lambda message: journal.write(message, step=BASE),
         )
-        context = contexts.of_image(config.env, config.user, config.working_dir)
+        begin = contexts.of_dockerfile if plan.dockerfile else contexts.of_image
+        context = begin(config.env, config.user, config.working_dir)
         return Origin(keys.of_image(config.digest, settings.default_disk), context, rootfs=rootfs)
 
     async def start(self, origin: Origin, plan: Plan, journal: Journal, pins: Pins) -> BuildMachine:

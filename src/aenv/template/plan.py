@@ -21,7 +21,8 @@ class RegistryLogin:
 class Plan:
     """A build's work. Exactly one of ``image`` and ``template`` is set; ``force`` ignores everything cached.
 
-    ``template`` may be a saved snapshot: whatever sandboxes start from.
+    ``template`` may be a saved snapshot: whatever sandboxes start from. ``dockerfile``: the steps are one's, see
+    ``context.of_dockerfile``.
     """
 
     shape: MachineShape
@@ -33,6 +34,7 @@ class Plan:
     ready_cmd: str = ""
     min_free_mib: int = 0  # of the disk after the steps
     force: bool = False
+    dockerfile: bool = False
 
 
 def is_captured(step: Step) -> bool:

@@ -52,6 +52,7 @@ class BuildStart:
     start_cmd: str = ""
     ready_cmd: str = ""
     force: bool = False
+    dockerfile: bool = False
 
 
 class TemplateService:
@@ -186,6 +187,7 @@ class TemplateService:
             ready_cmd=body.ready_cmd.strip(),
             min_free_mib=build.min_free_mib,
             force=body.force,
+            dockerfile=body.dockerfile,
         )
 
     async def _run(self, build: Build, plan: Plan) -> None:

@@ -103,7 +103,7 @@ class _Build:
             if stage is not self._plan.target:
                 self._take_from(stage)
         build = builds.request(self._api, name, cpu=cpu, memory=memory)
-        self._steps(build, self._plan.target, dockerfile_plan.final_steps(self._plan.target), dict(commands))
+        self._steps(build, self._plan.target, dict(commands))
         return build
 
     # -- other stages
@@ -124,7 +124,7 @@ class _Build:
     def _take_from(self, stage: Stage) -> None:
         wanted = {copy.sources for copy in self._copies() if copy.stage == stage.index}
         with self._helper(f"stage {stage.name or stage.index}") as (build, _):
-            self._steps(build, stage, stage.steps, {})
+            self._steps(build, stage, {})
             self._take(build, stage.index, wanted)
 
     @contextmanager
@@ -156,23 +156,21 @@ class _Build:
 
     # -- one stage
 
-    def _steps(self, build: builds.Build, stage: Stage, steps: list[Step], body: Json) -> None:
-        total = sum(1 for step in steps if step.line)
-        headings, raw, count = {}, [], 0
+    def _steps(self, build: builds.Build, stage: Stage, body: Json) -> None:
+        headings, raw = {}, []
         with ExitStack() as stack:
             try:
-                for number, step in enumerate(steps, 1):
-                    count += bool(step.line)
-                    headings[str(number)] = f"[{count}/{total}] {step.source}" if step.line else ""
+                for number, step in enumerate(stage.steps, 1):
+                    headings[str(number)] = f"[{number}/{len(stage.steps)}] {step.source}"
                     raw.append(self._raw(build, step, stack))
             except BaseException:
                 builds.discard(self._api, build)
                 raise
-            body = {"fromImage": stage.image, "steps": raw, "force": self._fresh, **body}
+            body = {"fromImage": stage.image, "steps": raw, "dockerfile": True, "force": self._fresh, **body}
             try:
                 builds.run(self._api, build, body, builds.Printer(headings).show)
             except builds.BuildFailedError as error:
-                raise self._explained(error, steps) from error
+                raise self._explained(error, stage.steps) from error
 
     def _explained(self, error: builds.BuildFailedError, steps: list[Step]) -> AenvError:
         """With the line of the Dockerfile that failed."""
@@ -184,7 +182,7 @@ class _Build:
             command = step.action.command
             shown = command if len(command) <= 500 else f"{command[:500]}…"
             message = message.removeprefix(f"failed to run command '{shown}': ")
-        return AenvError(f"{self._path}: line {step.line}: {step.source}: {message}" if step.line else message)
+        return AenvError(f"{self._path}: line {step.line}: {step.source}: {message}")
 
     def _raw(self, build: builds.Build, step: Step, stack: ExitStack) -> Json:
         """A step as the API takes it; files are uploaded."""
