@@ -2,8 +2,9 @@
 
 import asyncio
 import os
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -13,13 +14,13 @@ from typing import Any
 import pytest
 
 from aenv.errors import CorruptFileError, NotFoundError, SourceError
-from aenv.orchestrator import imports
+from aenv.orchestrator import files, imports
 from aenv.orchestrator.eviction import Eviction
 from aenv.orchestrator.files import SnapshotFiles
 from aenv.orchestrator.imports import Imports
 from aenv.orchestrator.model import SavedSnapshot
 from aenv.orchestrator.publication import Publication
-from aenv.orchestrator.remote import THREADS
+from aenv.orchestrator.remote import THREADS, remotely
 from aenv.orchestrator.store import Store
 from aenv.orchestrator.volumes import Volumes
 from aenv.snapshot.collector import layer_key
@@ -128,7 +129,7 @@ class HalfNode:
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[[str], HalfNode]]:
+async def make(tmp_path: Path) -> AsyncIterator[Callable[[str], HalfNode]]:
     made: list[HalfNode] = []
 
     def one(name: str) -> HalfNode:
@@ -136,12 +137,8 @@ def make(tmp_path: Path) -> Iterator[Callable[[str], HalfNode]]:
         return made[-1]
 
     yield one
-
-    async def close() -> None:
-        for node in made:
-            await node.close()
-
-    asyncio.run(close())
+    for node in made:
+        await node.close()
 
 
 def failing(*_: object, **__: object) -> Any:
@@ -348,6 +345,33 @@ async def test_a_manifest_that_says_two_things_about_its_size_is_refused(make: C
     assert [other.snapshot_id for other in two.imports.others()] == [saved.snapshot_id]
 
 
+async def test_a_snapshot_that_comes_back_while_its_files_go_is_whole(
+    make: Callable[[str], HalfNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = make("one"), make("two")
+    one.save("name")
+    await one.publish()
+    saved = await two.imports.find("name")
+    go_on = threading.Event()
+    remove = files._remove_all
+
+    def late(paths: Any) -> None:
+        go_on.wait()
+        remove(paths)
+
+    monkeypatch.setattr(files, "_remove_all", late)
+    two.imports.forget(saved)
+    two.files.collect_garbage()
+    assert saved.snapshot_id not in two.store.snapshots.rows
+    assert (await two.imports.find("name")).snapshot_id == saved.snapshot_id
+    go_on.set()
+    await two.files.background.settle()
+    state = two.repository.get(saved.snapshot_id).state
+    assert state is not None
+    assert two.layout.state(saved.snapshot_id).stat().st_size == state.size
+    assert [path.name for path in two.layout.snapshot("x").parent.iterdir()] == [saved.snapshot_id]
+
+
 # --- Volumes -----------------------------------------------------------------------------------------------------
 
 
@@ -426,3 +450,36 @@ async def test_the_only_sound_copy_is_not_evicted(make: Callable[[str], HalfNode
     assert await eviction.relieve() == 1
     assert is_volume(node.store.snapshots[saved.snapshot_id].disk)
     assert node.repository.verify().clean
+
+
+# --- Threads -----------------------------------------------------------------------------------------------------
+
+
+async def test_calls_that_hang_hold_others_up_and_not_the_end_of_the_process(tmp_path: Path) -> None:
+    program = """
+import asyncio, threading
+from aenv.orchestrator.remote import THREADS, remotely
+
+async def main():
+    hung = [asyncio.ensure_future(remotely(threading.Event().wait)) for _ in range(THREADS)]
+    waiting = asyncio.ensure_future(remotely(print, "never"))
+    await asyncio.sleep(0.2)
+    assert not waiting.done()
+    for task in (*hung, waiting):
+        task.cancel()
+    await asyncio.wait([*hung, waiting])
+    print("over")
+
+asyncio.run(main())
+"""
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE)
+    out, _ = await process.communicate()
+    assert (process.returncode, out) == (0, b"over\n")
+
+
+async def test_calls_answer_raise_and_share_threads() -> None:
+    names = await asyncio.gather(*(remotely(lambda: threading.current_thread().name) for _ in range(200)))
+    assert len(set(names)) <= THREADS
+    assert await remotely(sorted, [2, 1], reverse=True) == [2, 1]
+    with pytest.raises(SourceError):
+        await remotely(failing)

@@ -169,6 +169,8 @@ class SnapshotFiles:
                 store.layers.delete(name)
             for name in garbage.memory:
                 store.memory.delete(name)
+        # An import may bring a snapshot, with its id, back before its files are removed: they are out of its way now.
+        paths = [_aside(path) for path in paths]
         self.background.spawn(asyncio.to_thread(_remove_all, paths))
         self.on_forget(volumes)
 
@@ -184,6 +186,16 @@ def sync_all(paths: Iterable[Path]) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def _aside(path: Path) -> Path:
+    """The same file or folder under a name that nothing else has; a start removes it if this process does not."""
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        path.rename(aside)
+    except FileNotFoundError:
+        return path
+    return aside
 
 
 def _remove_all(paths: Sequence[Path]) -> None:

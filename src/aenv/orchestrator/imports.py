@@ -35,6 +35,7 @@ from aenv.snapshot.manifest import Manifest
 from aenv.snapshot.model import Snapshot
 from aenv.snapshot.repository import Repository
 from aenv.storage.layout import Layout, remove
+from aenv.storage.lsmt import disk_errors
 
 log = structlog.get_logger()
 
@@ -224,7 +225,8 @@ class Imports:
         path = self._layout.state(manifest.id)
         if manifest.state is None or manifest.id in self._store.snapshots.rows:
             return None
-        path.parent.mkdir(mode=0o700, exist_ok=True)
+        with disk_errors(path.parent):
+            path.parent.mkdir(mode=0o700, exist_ok=True)
         await remotely(self._repository.fetch, manifest.state, path)
         return path
 

@@ -29,6 +29,7 @@ from aenv.storage.layout import Layout
 log = structlog.get_logger()
 
 HOT = "hot"  # attribute of a manifest: see ``Snapshot.hot``
+LEAVE = 10.0  # seconds that a node that stops waits for the commit under way
 RETRY = 5.0, 300.0  # seconds until what failed is tried again: at first, and at most
 
 
@@ -212,12 +213,12 @@ class Publication:
                  bytes=result.bytes)  # fmt: skip
 
     async def _uncancelled(self, source: CommitSource) -> CommitResult:
-        """A thread cannot be cancelled, and reads files that must stay until it has ended."""
+        """A thread cannot be cancelled, and reads files that had better stay until it has ended, if that is soon."""
         work = asyncio.ensure_future(remotely(self._committer.commit, source))
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
-            await asyncio.wait({work})
+            await asyncio.wait({work}, timeout=LEAVE)
             raise
 
     def _exists(self, name: str) -> bool:
