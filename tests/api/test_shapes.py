@@ -98,6 +98,7 @@ async def test_auto_pause_false_is_honoured() -> None:
         ({"templateID": "base", "timeout": 1.5}, "timeout"),
         ({"templateID": "base", "metadata": {"a": 1}}, "metadata.a"),
         ({"templateID": "base", "envVars": {"A=B": "1"}}, "envVars"),
+        ({"templateID": "base", "envVars": {"A": "x" * (128 * 1024 - 2)}}, "envVars"),
         ({"templateID": "base", "autoPause": False, "autoResume": {"enabled": True}}, "autoResume"),
         ({"templateID": "base", "autoPauseMemory": False, "autoResume": {"enabled": True}}, "autoPauseMemory"),
         ({"templateID": "base", "volumeMounts": [{"name": "v", "path": "/v"}]}, "volumeMounts"),

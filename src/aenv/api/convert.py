@@ -12,6 +12,7 @@ from aenv.orchestrator import catalog
 from aenv.orchestrator.model import Egress, Sandbox, SandboxSpec, SandboxState, SavedSnapshot
 from aenv.proxy.masking import PORT
 
+_MAX_ENV = 128 << 10  # bytes of NAME=VALUE with its NUL: MAX_ARG_STRLEN of execve(2)
 _HOST = re.compile(r"[A-Za-z0-9._-]{1,253}(:[0-9]{1,5})?|\[[0-9a-fA-F:.]{2,45}\](:[0-9]{1,5})?")
 CLIENT_ID = "aenv"  # deprecated by E2B; old SDKs append it to the sandbox id
 MAX_REFRESH = 3600  # seconds, from E2B's specification
@@ -108,7 +109,12 @@ def _host_mask(text: str | None) -> str | None:
 def _check_env(variables: dict[str, str]) -> None:
     for name, value in variables.items():
         if not name or "=" in name or "\0" in name or "\0" in value:
-            raise InvalidRequestError(f"envVars: {name!r} cannot be an environment variable.")
+            raise InvalidRequestError(f"envVars: {name[:200]!r} cannot be an environment variable.")
+        if len(f"{name}={value}".encode()) >= _MAX_ENV:
+            raise InvalidRequestError(
+                f"envVars: {name[:200]!r} has more than {_MAX_ENV >> 10} KiB, with which no command could start.",
+                "Write it to a file of the sandbox.",
+            )
 
 
 def _destinations(entries: list[str] | None, field: str) -> tuple[str, ...]:
