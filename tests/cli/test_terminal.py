@@ -63,18 +63,19 @@ def test_a_sandbox_for_the_time_of_a_shell(terminal: Spawn, aenv: Run, clean: No
 
 def test_keys_are_the_programs(terminal: Spawn, sandbox: str) -> None:
     child = shell(terminal, "connect", sandbox)
-    child.sendline("echo wai''ts; sleep 1000")  # the shell itself reads keys until it runs the line
+    # What the program itself says tells that it has the terminal; before that, keys would be the shell's.
+    child.sendline("sh -c 'echo wai''ts; exec sleep 1000'")
     child.expect("waits")
     child.sendcontrol("c")
     child.expect(PROMPT)
-    child.sendline("echo re''ady; cat; echo over $?")
+    child.sendline("sh -c 'echo re''ady; exec cat'; echo over $?")
     child.expect("ready")
     child.sendline("typed")
     child.expect(r"typed\r\ntyped\r\n")
     child.sendcontrol("d")
     child.expect("over 0")
     child.expect(PROMPT)
-    child.sendline("echo sle''eps; sleep 1000")
+    child.sendline("sh -c 'echo sle''eps; exec sleep 1000'")
     child.expect("sleeps")
     child.sendcontrol("z")
     child.expect(r"\[1\]\+ +Stopped")
@@ -115,7 +116,7 @@ def test_the_terminal_is_as_before(environment: dict[str, str], sandbox: str) ->
         child.expect_exact("here> ")
         before = settings(child)
         child.sendline(f"aenv exec -t {sandbox} sh -c 'tty; exit 4'; echo code $?")
-        child.expect("/dev/pts/0")
+        child.expect(r"/dev/pts/\d+")
         child.expect("code 4")
         child.expect_exact("here> ")
         assert settings(child) == before
@@ -181,7 +182,7 @@ def test_an_interrupted_command_leaves_nothing(
     if child.returncode == 0:  # it was quicker, and says what it made
         assert output
         return
-    assert (child.returncode, output, errors) == (130, b"", b"")
+    assert (child.returncode, output, errors.strip()) == (130, b"", b"")
     assert aenv("ls", "-q").stdout.split() == [sandbox]
     assert aenv("snapshot", "ls", "-q").stdout == ""
 

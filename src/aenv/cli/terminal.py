@@ -23,7 +23,7 @@ from aenv.client.sandbox import ProcessInput, ProcessStream, SandboxClient, Size
 from aenv.client.transport import ApiError, UnreachableError
 from aenv.errors import AenvError
 
-RECONNECT = 30.0  # seconds of trying to get back to a running program
+RECONNECT = 120.0  # seconds of trying to get back to a running program
 PAUSE = 0.5  # seconds between two attempts
 INTERRUPT = b"\x03"  # Ctrl-C in raw mode
 # What a full-screen program that was cut off may have left on: the alternate screen, a hidden cursor, bracketed
