@@ -21,8 +21,10 @@ from aenv.orchestrator.imports import Imports
 from aenv.orchestrator.model import SavedSnapshot
 from aenv.orchestrator.publication import Publication
 from aenv.orchestrator.remote import THREADS, remotely
+from aenv.orchestrator.sharing import Sharing
 from aenv.orchestrator.store import Store
 from aenv.orchestrator.volumes import Volumes
+from aenv.snapshot.claims import StoredClaim
 from aenv.snapshot.collector import layer_key
 from aenv.snapshot.commit import Committer
 from aenv.snapshot.model import DiskLayer, MemoryBase, is_volume
@@ -383,9 +385,10 @@ async def test_layers_in_use_are_claimed_as_soon_as_the_repository_is_back(
     await one.publish()
     await two.imports.find("name")
     # The next life of the second node, which finds the repository out of reach.
-    volumes = Volumes(two.store, two.server, two.repository, two.volumes.owner)
+    reopened = SharedRepository(PosixStore(two.folder))
+    volumes = Volumes(two.store, two.server, reopened, two.volumes.owner)
     with monkeypatch.context() as broken:
-        broken.setattr(two.repository, "claim", failing)
+        broken.setattr(reopened, "claim", failing)
         with pytest.raises(SourceError):
             await volumes.take_over()
     manifest = one.repository.get(other.snapshot_id)
@@ -398,6 +401,23 @@ async def test_layers_in_use_are_claimed_as_soon_as_the_repository_is_back(
         assert one.repository.gc(timedelta(0)).layers_deleted == 1, "the device state of what was imported"
     await volumes.take_over()
     await volumes.close()
+    reopened.close()
+
+
+async def test_claims_of_commits_that_a_crash_broke_off_are_dropped(make: Callable[[str], HalfNode]) -> None:
+    node = make("one")
+    lost = SharedRepository(PosixStore(node.folder))
+    digest = f"sha256:{'ab' * 32}"
+    for work in ("commits", "imports", "volumes"):
+        lost.claim([digest], f"one.{work}")
+    other = lost.claim([digest], "another.commits")
+    sharing = Sharing(node.layout, node.store, node.repository, node.server, "one", "here", lambda _: None)
+    with node.repository.claim([digest], "one.commits") as held:
+        await sharing._take_over()
+        left = {info.key for info in node.repository.store.list("claims/")}
+        assert isinstance(held, StoredClaim) and isinstance(other, StoredClaim)
+        assert left == held.keys | other.keys
+    await sharing.volumes.close()
 
 
 async def test_a_volume_that_comes_back_while_it_goes_is_there(make: Callable[[str], HalfNode]) -> None:

@@ -62,6 +62,7 @@ class Sharing:
         self._store = store
         self.repository = repository
         self._committer = Committer(repository, layout.commits, f"{name}.commits", origins)
+        self._former = {f"{name}.commits", f"{name}.imports"}  # owners of claims that were not dropped yet
         self._place = place
         self.volumes = Volumes(store, server, repository, f"{name}.volumes")
         self.imports = Imports(layout, store, repository, self.volumes, f"{name}.imports")
@@ -86,11 +87,18 @@ class Sharing:
         self.publication.start()
         eviction = Eviction(self._layout, self._store, files, self.repository, self.volumes, is_short)
         self._tasks = [
-            asyncio.create_task(self._regularly(self.volumes.take_over, CLAIMING), name="claims-of-former-lives"),
+            asyncio.create_task(self._regularly(self._take_over, CLAIMING), name="claims-of-former-lives"),
             asyncio.create_task(self._regularly(self.imports.refresh, LISTING), name="repository-listing"),
             asyncio.create_task(self._regularly(eviction.relieve, EVICTION), name="snapshot-eviction"),
             asyncio.create_task(self._regularly(self._collect, COLLECTION, COLLECTION), name="repository-collection"),
         ]
+
+    async def _take_over(self) -> None:
+        """What former lives of this node claimed: volumes that are on record, and commits and imports broken off."""
+        await self.volumes.take_over()
+        for owner in list(self._former):
+            await remotely(self.repository.drop_claims, owner)
+            self._former.discard(owner)
 
     def _saved_changed(self, before: SavedSnapshot | None, after: SavedSnapshot | None) -> None:
         assert self.publication is not None

@@ -87,9 +87,8 @@ class Volumes:
             return
         async with self._claiming:
             await self._claim_anew()
-            kept = [self._claim] if self._claim is not None else []
-            await remotely(self._repository.drop_claims, self.owner, kept)
-            self._taken_over = True
+        await remotely(self._repository.drop_claims, self.owner)
+        self._taken_over = True
 
     async def prepare(self) -> None:
         """Start the layer server before anybody waits for it."""

@@ -202,6 +202,11 @@ class Renewal:
         with self._lock:
             self._claims.discard(claim)
 
+    def keys(self) -> set[str]:
+        """Of all objects that the claims consist of, or are about to."""
+        with self._lock:
+            return {key for claim in self._claims for key in claim.keys}
+
     def close(self) -> None:
         self._closed.set()
 

@@ -196,8 +196,10 @@ class Repository(Protocol):
         Raises SnapshotNotFoundError, CorruptFileError.
         """
 
-    def drop_claims(self, owner: str, keep: Iterable[Claim] = ()) -> int:
-        """Remove claims that former processes of ``owner`` left; how many. A node that starts claims anew first."""
+    def drop_claims(self, owner: str) -> int:
+        """Remove claims that former processes of ``owner`` left, and none that this object holds; how many. A node
+        that starts claims anew first.
+        """
 
     def gc(self, grace: timedelta) -> GcReport:
         """Delete the layers that no snapshot names, nobody claims, and that are older than ``grace``.

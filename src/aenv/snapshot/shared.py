@@ -209,12 +209,12 @@ class SharedRepository:
 
     def claim(self, digests: Iterable[str], owner: str) -> Claim:
         claim = StoredClaim(self.store, owner, self._clock, self._renewal.remove)
+        self._renewal.add(claim)
         try:
             claim.add(digests)
         except BaseException:
             claim.release()
             raise
-        self._renewal.add(claim)
         return claim
 
     def acquire(self, snapshot_id: str, owner: str) -> tuple[Manifest, Claim]:
@@ -229,9 +229,10 @@ class SharedRepository:
             raise
         return manifest, claim
 
-    def drop_claims(self, owner: str, keep: Iterable[Claim] = ()) -> int:
-        kept = {key for claim in keep for key in _stored(claim).keys}
-        keys = [info.key for info in self.store.list(f"claims/{owner}/") if info.key not in kept]
+    def drop_claims(self, owner: str) -> int:
+        listed = [info.key for info in self.store.list(f"claims/{owner}/")]
+        held = self._renewal.keys()  # looked at later: a claim of ours is on that list before it is stored
+        keys = [key for key in listed if key not in held]
         for start in range(0, len(keys), MAX_DELETE):
             self.store.delete(*keys[start : start + MAX_DELETE])
         return len(keys)
