@@ -125,10 +125,22 @@ def test_it_is_a_sandbox_like_any_other(
     made.kill()
     wait_for(lambda: not [n for n in node.records("layers") if n.startswith("v-")], "the volume to be forgotten")
     wait_for(lambda: not list((node.home / "images/native").iterdir()), "its registry to be forgotten")
+    # Files that go are renamed first and removed behind that.
+    wait_for(lambda: not list((node.home / "layers").glob(".*")), "files aside to be removed")
     assert_nothing_leaked(node)
 
 
-def test_refusals(native: Pushed, api: httpx.Client, node: NodeProcess) -> None:
+def test_refusals(native: Pushed, api: httpx.Client, node: NodeProcess, tmp_path: Path) -> None:
+    with (tmp_path / "huge").open("wb") as file:
+        file.truncate(2 << 40)
+        file.write(b"x" * 4096)
+    host = native.name.partition("/")[0]
+    huge = overlaybd.NativeImage([overlaybd.layer((None, tmp_path / "huge"), tmp_path)])
+    broken = overlaybd.NativeImage([os.urandom(20_000)])
+    for name, image, status, says in (("huge", huge, 400, "MiB"), ("broken", broken, 500, "layer")):
+        push(f"http://{host}", f"native/{name}", "1", [image])
+        answer = api.post("/sandboxes-cold", json={"image": f"{host}/native/{name}:1"}, timeout=60)
+        assert answer.status_code == status and says in answer.json()["message"], answer.text
     answer = api.post("/sandboxes-cold", json={"image": native.name, "diskSizeMB": SIZE * 2}, timeout=60)
     assert answer.status_code == 400 and f"{SIZE} MiB" in answer.json()["message"], answer.text
     assert not node.records("sandboxes")

@@ -21,6 +21,7 @@ import structlog
 from aenv.config import Settings
 from aenv.errors import InvalidRequestError
 from aenv.image.defaults import default_user, default_workdir
+from aenv.image.errors import UnsupportedImageError
 from aenv.image.manifest import ImageConfig
 from aenv.image.native import NativeImage
 from aenv.image.reference import Reference
@@ -96,6 +97,10 @@ class ColdStarts:
             return ColdRoot(*found, shape, disk_mib, wanted.boot_arguments)
         volume = await asyncio.to_thread(volume_of, found, settings)
         own = -(-volume.virtual_size // MIB)
+        if not MIN_DISK <= own <= MAX_DISK:
+            raise UnsupportedImageError(
+                f"The image's disk has {own} MiB; from {MIN_DISK} to {MAX_DISK} are supported.", "Convert it again."
+            )
         if wanted.disk_mib not in (None, 0, own):
             raise InvalidRequestError(
                 f"diskSizeMB: {image} is an overlaybd image, which brings a disk of {own} MiB.", "Leave it out."
