@@ -144,7 +144,8 @@ class S3Store:
     def delete(self, *keys: str) -> None:
         if keys:
             # An object that is not there is no error, so this can only be the bucket.
-            self._call(keys[0], lambda: obstore.delete(self._bucket, list(keys)), missing="The bucket does not exist.")
+            missing = "The bucket does not exist."
+            self._call(keys[0], lambda: obstore.delete(self._bucket, list(keys)), missing=missing)
 
     def delete_once(self, *keys: str) -> None:
         try:
