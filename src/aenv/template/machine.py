@@ -129,7 +129,6 @@ class Workshop:
             raise
         return machine
 
-
     async def settled(self, snapshot: Snapshot, pins: Pins) -> DiskLayer:
         """The disk of a snapshot with what was in its guest's memory only; a layer without a record, the caller's.
 
