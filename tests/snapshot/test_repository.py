@@ -164,7 +164,7 @@ def test_a_node_that_starts_drops_the_claims_of_its_former_life(store: ObjectSto
     before, now = SharedRepository(store), SharedRepository(store)
     before.claim([ref.digest], "node-1")
     before.claim([ref.digest], "node-10")
-    kept = now.claim([ref.digest], "node-1")
+    now.claim([ref.digest], "node-1")  # of this life: it stays
     assert now.drop_claims("node-1") == 1
     assert len(list(store.list("claims/"))) == 2
 
