@@ -178,10 +178,11 @@ class S3Store:
             "Nodes could overwrite each other's snapshots and names. Use a server, or a version of it, that has it."
         )
         try:
-            try:
-                etag = self._put(key, b"probe", "create")
-            except PreconditionError as error:  # repeated after an answer that was lost, it has met itself
-                raise SourceError(f"{self._where} does not answer as it should.", "Try again.") from error
+            etag = self._put(key, b"probe", "create")
+        except PreconditionError as error:  # repeated after an answer that was lost, it has met itself
+            self.delete(key)
+            raise SourceError(f"{self._where} does not answer as it should.", "Try again.") from error
+        try:
             if not self._refuses(key, "create"):
                 raise InvalidRequestError(f"The server of {self._where} ignores If-None-Match.", unsafe)
             if not self._refuses(key, {"e_tag": '"00000000000000000000000000000000"'}):
