@@ -44,7 +44,8 @@ def request(api: Api, name: str, *, cpu: int | None = None, memory: int | None =
         made = api.request_build(body)
         return Build(made["templateID"], made["buildID"], name, is_new)
 
-    return session.undoable(request, lambda build: discard(api, build))
+    with session.undoable(request, lambda build: discard(api, build)) as build:
+        return build
 
 
 def exists(api: Api, name: str) -> bool:

@@ -123,6 +123,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, terminated)
     signal.signal(signal.SIGHUP, terminated)
     code = run()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is done: Ctrl-C would only change the exit code
     try:
         sys.stdout.flush()
     except BrokenPipeError:

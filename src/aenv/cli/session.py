@@ -1,7 +1,7 @@
 """What commands share: the server, finding a sandbox by a part of its id, undoing what Ctrl-C interrupts."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from click.exceptions import Exit
@@ -93,8 +93,9 @@ def guest(api: Api, sandbox: Json) -> SandboxClient:
     return SandboxClient(api.transport, name, sandbox.get("envdAccessToken"))
 
 
-def undoable(make: Callable[[], Made], undo: Callable[[Made], object]) -> Made:
-    """The result of ``make``, a request that creates something. Ctrl-C waits for it, undoes it, and goes on up.
+@contextmanager
+def undoable(make: Callable[[], Made], undo: Callable[[Made], object]) -> Iterator[Made]:
+    """What ``make``, a request, creates. Ctrl-C undoes it until the block is left, in which the user is told of it.
 
     The request runs on a thread, because an interrupted one may still succeed on the server.
     """
@@ -108,17 +109,23 @@ def undoable(make: Callable[[], Made], undo: Callable[[Made], object]) -> Made:
             outcome.append(make())
         except BaseException as error:
             failure.append(error)
+        finally:
+            over.set()
 
+    # Not Thread.join: one that a signal interrupts takes the thread for ended (Python 3.11, bpo-45274).
+    over = threading.Event()
     worker = threading.Thread(target=work, daemon=True)
-    worker.start()
     try:
-        while worker.is_alive():
-            worker.join(1.0)  # a join without a time would hold signals back
+        worker.start()
+        while not over.wait(1.0):  # a wait without a time would hold signals back
+            pass
+        if failure:
+            raise failure[0]
+        yield outcome[0]
     except (KeyboardInterrupt, SystemExit):
-        worker.join(60.0)
+        if worker.ident is not None:
+            over.wait(60.0)
         if outcome:
-            undo(outcome[0])
+            with suppress(AenvError):
+                undo(outcome[0])
         raise
-    if failure:
-        raise failure[0]
-    return outcome[0]

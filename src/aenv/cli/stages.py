@@ -6,6 +6,7 @@ Ctrl-C: only the steps stay, in the server's cache.
 
 import hashlib
 import posixpath
+import secrets
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -20,14 +21,15 @@ from aenv.errors import AenvError, InvalidRequestError
 LIFETIME = 900  # seconds of the sandbox that packs, if this program dies
 URL_TIMEOUT = 60.0  # seconds without a byte
 
-# $1… are patterns relative to the root. Packs the contents of folders, and files under their names, below "files".
-# Prints the archive's path, then the file's name if it is a single file. The shell expands the patterns: with an
-# empty IFS it does not split them.
+# $1 is a folder to make and work in, $2… are patterns relative to the root. Packs the contents of folders, and files
+# under their names, below "files" into files.tar. Prints the file's name if it is a single file. The shell expands
+# the patterns: with an empty IFS it does not split them.
 PACK = r"""
 set -uf
 IFS=
-work=$(mktemp -d /var/tmp/.aenv-XXXXXX 2>/dev/null || mktemp -d) || exit 1
-mkdir "$work/files" || exit 1
+work=$1
+shift
+mkdir -m 700 "$work" "$work/files" || exit 1
 only=
 [ $# -eq 1 ] && [ -f "/$1" ] && only=$(basename "/$1")
 for pattern in "$@"; do
@@ -44,7 +46,7 @@ for pattern in "$@"; do
 done
 tar -C "$work" -cf "$work/files.tar" files || exit 1
 rm -rf "$work/files"
-printf '%s\n%s\n' "$work/files.tar" "$only"
+printf '%s\n' "$only"
 """
 
 
@@ -52,24 +54,24 @@ printf '%s\n%s\n' "$work/files.tar" "$only"
 def sandbox_of(api: Api, template: str) -> Iterator[SandboxClient]:
     """A sandbox that exists for a moment."""
     body = {"templateID": template, "timeout": LIFETIME, "autoPause": False, "secure": True}
-    made = session.undoable(lambda: api.create(body), lambda made: api.kill(made["sandboxID"]))
-    try:
-        yield SandboxClient(api.transport, made["sandboxID"], made.get("envdAccessToken"))
-    finally:
-        with suppress(AenvError):
-            api.kill(made["sandboxID"])
+    with session.undoable(lambda: api.create(body), lambda made: api.kill(made["sandboxID"])) as made:
+        try:
+            yield SandboxClient(api.transport, made["sandboxID"], made.get("envdAccessToken"))
+        finally:
+            with suppress(AenvError):
+                api.kill(made["sandboxID"])
 
 
 def pack(client: SandboxClient, sources: Sequence[str]) -> Archive:
     """Files of a stage; ``sources`` are relative to its root. Raises InvalidRequestError when there are none."""
-    code, output, errors = client.run(PACK, *sources, user="root")
+    work = f"/tmp/.aenv-pack-{secrets.token_hex(8)}"
+    code, output, errors = client.run(PACK, work, *sources, user="root")
     if code != 0:
         raise InvalidRequestError(errors.decode(errors="replace").strip() or f"packing files ended with {code}")
-    path, only = output.decode().splitlines()[:2]
     with tempfile.TemporaryFile() as file:
-        client.read(path, file, user="root")
+        client.read(f"{work}/files.tar", file, user="root")
         file.seek(0)
-        return repack(file, only or None)
+        return repack(file, output.decode().rstrip("\n") or None)
 
 
 def download(urls: Sequence[str], checksum: str) -> Archive:

@@ -18,8 +18,8 @@ from aenv.errors import AenvError
 
 # $1 the archive, $2 the folder to unpack into. The archive goes, however it ends.
 UNPACK = 'mkdir -p "$2" && tar -C "$2" -xpf "$1" -o; code=$?; rm -f "$1"; exit $code'
-# $1 the folder to pack; prints the archive's path.
-PACK = 'file=$(mktemp) && tar -C "$1" -cf "$file" . && echo "$file" || { code=$?; rm -f "$file"; exit $code; }'
+# $1 the archive, $2 the folder to pack. It is its owner's alone.
+PACK = 'umask 077; tar -C "$2" -cf "$1" . || { code=$?; rm -f "$1"; exit $code; }'
 
 
 # -- into the sandbox
@@ -107,7 +107,8 @@ def _download_file(client: SandboxClient, source: str, target: Path, user: str |
 
 
 def _download_folder(client: SandboxClient, source: str, target: Path, user: str | None) -> None:
-    remote = _run(client, PACK, source, user=user)
+    remote = f"/tmp/.aenv-download-{os.urandom(8).hex()}.tar"
+    _run(client, PACK, remote, source, user=user)
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         with tempfile.TemporaryFile() as file:
@@ -116,8 +117,7 @@ def _download_folder(client: SandboxClient, source: str, target: Path, user: str
             file.seek(0)
             part.mkdir()
             with tarfile.open(fileobj=file) as archive:
-                # The filter refuses names and links that lead out of the folder: a guest is not trusted.
-                archive.extractall(part, filter="data")
+                _unpack(archive, part)
         _merge(part, target)
     except tarfile.TarError as error:
         raise AenvError(f"The folder from the sandbox cannot be unpacked: {error}.") from error
@@ -125,6 +125,36 @@ def _download_folder(client: SandboxClient, source: str, target: Path, user: str
         shutil.rmtree(part, ignore_errors=True)
         with suppress(AenvError):
             client.run('rm -f "$1"', remote, user=user)
+
+
+def _unpack(archive: tarfile.TarFile, folder: Path) -> None:
+    """Raises AenvError for names and links that lead out of ``folder``: a guest is not trusted.
+
+    The rules are PEP 706's filter "data", which Python has from 3.11.4 on; Debian 12's is older.
+    """
+    root = folder.resolve()
+    archive.extraction_filter = lambda member, _: member  # what follows stands for it where there are filters
+    for member in archive:
+        if not (member.isreg() or member.isdir() or member.issym() or member.islnk()):
+            continue
+        places = [root / member.name]
+        if member.issym():
+            places.append(places[0].parent / member.linkname)
+        elif member.islnk():
+            places.append(root / member.linkname)
+        if not all(_is_inside(place, root) for place in places):
+            raise AenvError(f"The folder from the sandbox has {member.name!r}, which leads out of it.")
+        member.uid, member.gid, member.uname, member.gname = os.getuid(), os.getgid(), "", ""
+        member.mode &= 0o777
+        archive.extract(member, root)
+
+
+def _is_inside(place: Path, root: Path) -> bool:
+    """Links that have been unpacked already are followed: they lead inside, or would not be there."""
+    try:
+        return place.resolve().is_relative_to(root)
+    except (OSError, RuntimeError):  # links in a circle
+        return False
 
 
 def _merge(part: Path, target: Path) -> None:
@@ -139,9 +169,8 @@ def _merge(part: Path, target: Path) -> None:
             (Path(folder) / name).replace(place / name)
 
 
-def _run(client: SandboxClient, script: str, *parameters: str, user: str | None) -> str:
-    code, stdout, stderr = client.run(script, *parameters, user=user)
+def _run(client: SandboxClient, script: str, *parameters: str, user: str | None) -> None:
+    code, _, stderr = client.run(script, *parameters, user=user)
     if code != 0:
         said = stderr.decode(errors="replace").strip().splitlines()
         raise AenvError(f"The sandbox could not copy the folder: {said[-1] if said else f'exit status {code}'}.")
-    return stdout.decode().strip()

@@ -111,16 +111,16 @@ def fork(sandbox: str, count: int, timeout: int | None, quiet: bool, form: str |
             if "sandbox" in outcome:
                 api.kill(outcome["sandbox"]["sandboxID"])
 
-    outcomes = session.undoable(lambda: api.fork(sandbox_id, count, timeout), undo)
-    made = [outcome["sandbox"] for outcome in outcomes if "sandbox" in outcome]
-    if quiet:
-        for child in made:
-            print(child["sandboxID"])
-    elif output.wants_json(form):
-        output.print_json(outcomes)
-    elif made:
-        columns = [Column("SANDBOX"), Column("FORKED FROM")]
-        output.table(columns, ([child["sandboxID"], sandbox_id] for child in made))
+    with session.undoable(lambda: api.fork(sandbox_id, count, timeout), undo) as outcomes:
+        made = [outcome["sandbox"] for outcome in outcomes if "sandbox" in outcome]
+        if quiet:
+            for child in made:
+                print(child["sandboxID"])
+        elif output.wants_json(form):
+            output.print_json(outcomes)
+        elif made:
+            columns = [Column("SANDBOX"), Column("FORKED FROM")]
+            output.table(columns, ([child["sandboxID"], sandbox_id] for child in made))
     for outcome in outcomes:
         if "error" in outcome:
             output.complain(outcome["error"]["message"])

@@ -54,14 +54,14 @@ def create(sandbox: str, name: str | None, disk_only: bool, quiet: bool, form: s
         if name is None:
             api.delete_snapshot(made["snapshotID"])
 
-    made = session.undoable(lambda: api.create_snapshot(sandbox_id, name, memory=not disk_only), undo)
-    if quiet:
-        print(made["snapshotID"])
-    elif output.wants_json(form):
-        output.print_json(made)
-    else:
-        known_as = (made["names"] or [made["snapshotID"]])[0]
-        print(f"Snapshot {known_as} saved: aenv start {known_as}")
+    with session.undoable(lambda: api.create_snapshot(sandbox_id, name, memory=not disk_only), undo) as made:
+        if quiet:
+            print(made["snapshotID"])
+        elif output.wants_json(form):
+            output.print_json(made)
+        else:
+            known_as = (made["names"] or [made["snapshotID"]])[0]
+            print(f"Snapshot {known_as} saved: aenv start {known_as}")
 
 
 @command("ls", "\naenv snapshot ls\naenv snapshot ls --sandbox i3zj\n", of=group)

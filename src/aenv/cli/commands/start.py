@@ -94,12 +94,12 @@ def start(
         else:
             body["templateID"] = template
         create = api.create_cold if cold else api.create
-        made = session.undoable(lambda: create(body), lambda made: api.kill(made["sandboxID"]))
-    sandbox_id = made["sandboxID"]
-    if detach or not (sys.stdin.isatty() and sys.stdout.isatty()):
-        _print(api, sandbox_id, quiet, form)
-        return
-    output.say(f"Sandbox {sandbox_id} started.")
+        with session.undoable(lambda: create(body), lambda made: api.kill(made["sandboxID"])) as made:
+            sandbox_id: str = made["sandboxID"]
+            if detach or not (sys.stdin.isatty() and sys.stdout.isatty()):
+                _print(api, sandbox_id, quiet, form)
+                return
+            output.say(f"Sandbox {sandbox_id} started.")
     try:
         code = shell.on_terminal(api, api.sandbox(sandbox_id), shell.LOGIN_SHELL, user=user)
     finally:
