@@ -164,7 +164,7 @@ def interrupted(environment: dict[str, str], folder: Path, name: str) -> str:
 def test_an_interrupted_build(
     aenv: Run, api: httpx.Client, node: NodeProcess, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    slow = dockerfile(tmp_path / "slow", "FROM base\nRUN echo waiting here; sleep 20\n")
+    slow = dockerfile(tmp_path / "slow", "FROM base\nRUN echo waiting here; sleep 8\n")
     said = interrupted(environment, slow, "new")
     assert said.strip() == ""
     assert [item["names"] for item in api.get("/v2/templates").json()] == [["base"]]

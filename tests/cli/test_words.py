@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aenv.cli import options, output, progress, table
+from aenv.cli.builds import port_check, readable
 from aenv.cli.commands.execute import command_line
-from aenv.cli.commands.pull import default_name, port_check
+from aenv.cli.commands.pull import default_name
 from aenv.cli.shell import exit_code
 from aenv.cli.table import Cell, Column
 from aenv.client.connect import Ended
@@ -186,3 +187,4 @@ def test_a_template_is_called_as_its_image(image: str, name: str) -> None:
 
 def test_the_check_of_a_port() -> None:
     assert "':1F90 [0-9A-F]*:0000 0A'" in port_check(8080)
+    assert readable(f"waiting until ready: {port_check(80)}") == "waiting until ready: port 80 is open"

@@ -1,5 +1,6 @@
 """Template builds from the client's side: request, start, follow the log to the end, clean up after Ctrl-C."""
 
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +14,7 @@ from aenv.client.transport import ApiError
 from aenv.errors import AenvError
 
 POLL = 0.2  # seconds between two looks at a build's log
+_PORT_CHECK = re.compile(r"grep -qs ':([0-9A-F]{4}) \[0-9A-F\]\*:0000 0A' /proc/net/tcp /proc/net/tcp6")
 
 
 class BuildFailedError(AenvError):
@@ -106,6 +108,19 @@ def discard(api: Api, build: Build) -> None:
             api.delete_template(build.template_id)
 
 
+def port_check(port: int) -> str:
+    """A command that succeeds when something listens at a TCP port. It needs nothing but grep.
+
+    State 0A of /proc/net/tcp is LISTEN; addresses are hexadecimal, see proc_net_tcp in the kernel's documentation.
+    """
+    return f"grep -qs ':{port:04X} [0-9A-F]*:0000 0A' /proc/net/tcp /proc/net/tcp6"
+
+
+def readable(message: str) -> str:
+    """A line of a build's log with ``port_check`` in words."""
+    return _PORT_CHECK.sub(lambda match: f"port {int(match[1], 16)} is open", message)
+
+
 class Printer:
     """Writes a build's log to standard error: headings of steps, and below each its output."""
 
@@ -122,7 +137,7 @@ class Printer:
             else:
                 self.heading(ours, "cached" if message.startswith("CACHED [") else "")
         elif step in ("base", "finalize"):
-            self.heading(message)
+            self.heading(readable(message))
         else:
             self._write(f"  {output.styled(printable(message), output.DIM, sys.stderr)}")
 

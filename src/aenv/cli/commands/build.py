@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from aenv.cli import builds, options, output, session, stages
-from aenv.cli.commands.pull import port_check, report, start_commands, template_options
+from aenv.cli.commands.pull import report, start_commands, template_options
 from aenv.cli.context import Archive, Context, inline
 from aenv.cli.help import command
 from aenv.client.api import Api, Json
@@ -78,7 +78,7 @@ def build(
     if start is None and not no_start and plan.target.start_command:
         commands["startCmd"] = plan.target.start_command
         if "readyCmd" not in commands and plan.target.ports:
-            commands["readyCmd"] = port_check(plan.target.ports[0])
+            commands["readyCmd"] = builds.port_check(plan.target.ports[0])
     for warning in plan.warnings:
         output.say(f"{path}: {warning}")
     api = session.connect()

@@ -76,16 +76,8 @@ def start_commands(start: str | None, ready: str | None, port: int | None) -> Js
     if ready is not None and port is not None:
         raise click.UsageError("--ready and --ready-port say the same thing twice: use one of them.")
     if port is not None:
-        ready = port_check(port)
+        ready = builds.port_check(port)
     return ({"startCmd": start} if start else {}) | ({"readyCmd": ready} if ready else {})
-
-
-def port_check(port: int) -> str:
-    """A command that succeeds when something listens at a TCP port. It needs nothing but grep.
-
-    State 0A of /proc/net/tcp is LISTEN; addresses are hexadecimal, see proc_net_tcp in the kernel's documentation.
-    """
-    return f"grep -qs ':{port:04X} [0-9A-F]*:0000 0A' /proc/net/tcp /proc/net/tcp6"
 
 
 def default_name(image: str) -> str:
