@@ -3,13 +3,16 @@ SHELL := /bin/bash
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 
-.PHONY: demo test bench lint format envd envd-test bootstrap bootstrap-dev stop clean
+.PHONY: demo test test-slow bench lint format envd envd-test bootstrap bootstrap-dev stop clean
 
 demo: bootstrap          ## Install what is missing, start a node, live one sandbox's whole life through the E2B SDK
 	@$(PYTHON) examples/demo.py
 
 test: bootstrap-dev lint envd-test ## Install what is missing, run linters and every test
 	@$(PYTHON) -m pytest $(ARGS)
+
+test-slow: bootstrap-dev  ## The tests that `make test` leaves out
+	@$(PYTHON) -m pytest -m slow $(ARGS)
 
 bench: bootstrap-dev     ## Measure the node against the raw operations
 	@$(PYTHON) -m bench.run $(ARGS)

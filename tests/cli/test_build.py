@@ -13,7 +13,7 @@ import pytest
 from tests.cli.conftest import AENV, TIMEOUT, Run, Spawn, finished
 from tests.node.process import NodeProcess, wait_for
 
-pytestmark = pytest.mark.usefixtures("clean")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("clean")]
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,8 @@ import pytest
 from tests.cli.conftest import Run, Spawn, finished
 from tests.node.process import NodeProcess, wait_for
 
+pytestmark = pytest.mark.slow
+
 PROMPT = r"[$#] $"
 
 

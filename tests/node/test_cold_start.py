@@ -21,7 +21,10 @@ from tests.node.process import NodeProcess, wait_for
 from tests.node.test_cold import boot_id, snapshot_of
 from tests.node.test_recovery import assert_nothing_leaked, restart
 
-pytestmark = pytest.mark.skipif(registries.PROGRAM is None, reason="docker-registry is not installed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(registries.PROGRAM is None, reason="docker-registry is not installed"),
+]
 
 NAME = "cold/tiny:1"
 DISK = 512  # MiB

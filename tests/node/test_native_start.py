@@ -25,7 +25,10 @@ from tests.node.process import NodeProcess, wait_for
 from tests.node.test_cold import boot_id
 from tests.node.test_recovery import assert_nothing_leaked, restart
 
-pytestmark = pytest.mark.skipif(registries.PROGRAM is None, reason="docker-registry is not installed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(registries.PROGRAM is None, reason="docker-registry is not installed"),
+]
 
 NAME, TAG = "native/tiny", "1"
 SIZE = 384  # MiB of the disk

@@ -8,11 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import httpx
+import pytest
 from e2b import BuildException, Sandbox, Template
 
 from tests.node.conftest import Create
 from tests.node.process import NodeProcess, wait_for
 from tests.node.test_freeze import control
+
+pytestmark = pytest.mark.slow
 
 
 def repeat(work: Callable[[], object], until: Callable[[], bool]) -> int:
