@@ -198,6 +198,7 @@ def test_deleting_frees_what_nobody_else_names(cluster: Cluster, first: NodeProc
     source.kill()
 
 
+@pytest.mark.slow
 def test_the_layer_server_dies_under_a_running_sandbox(
     cluster: Cluster, first: NodeProcess, second: NodeProcess
 ) -> None:
@@ -229,6 +230,7 @@ def test_the_layer_server_dies_under_a_running_sandbox(
     source.kill()
 
 
+@pytest.mark.slow
 def test_when_the_disk_is_short_the_repository_takes_the_place_of_files(cluster: Cluster, first: NodeProcess) -> None:
     source = cluster.create(first)
     source.commands.run("head -c 8M /dev/urandom > data; sha256sum data > sum; sync")
@@ -248,6 +250,7 @@ def test_when_the_disk_is_short_the_repository_takes_the_place_of_files(cluster:
     here.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["workspace", "layers", "manifest"])
 def test_a_server_that_dies_while_it_commits_goes_on_with_it(
     cluster: Cluster, first: NodeProcess, second: NodeProcess, moment: str
@@ -278,6 +281,7 @@ def test_a_server_that_dies_while_it_commits_goes_on_with_it(
     source.kill()
 
 
+@pytest.mark.slow
 def test_a_repository_that_cannot_be_written_delays_and_loses_nothing(
     cluster: Cluster, first: NodeProcess, second: NodeProcess
 ) -> None:
@@ -303,6 +307,7 @@ def test_a_repository_that_cannot_be_written_delays_and_loses_nothing(
     source.kill()
 
 
+@pytest.mark.slow
 def test_a_snapshot_from_a_bucket(cluster: Cluster, first: NodeProcess, second: NodeProcess, s3: S3Server) -> None:
     """The same through a real S3 server, whose credentials the layer server has from the node."""
     settings = s3.settings("node-test").model_dump(exclude_defaults=True)
