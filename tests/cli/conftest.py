@@ -36,10 +36,8 @@ def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="package")
 def node(tmp_path_factory: pytest.TempPathFactory, registry: str) -> Iterator[NodeProcess]:
-    # The folder's own, so that it is gone before another folder's tests start one under the same names.
-    prefix, cidr = os.environ.get("AENV_TEST_SLOTS", "aenvt,10.232.0.0/16").split(",")
     allowed = json.dumps({registry: {"plain_http": True}})
-    made = NodeProcess(tmp_path_factory.mktemp("node"), prefix=prefix, cidr=cidr, warm_vms="2", registries=allowed)
+    made = NodeProcess(tmp_path_factory.mktemp("node"), warm_vms="2", registries=allowed)
     try:
         made.start()
         yield made

@@ -1,6 +1,5 @@
 """One real node, with real microVMs, shared by all tests of this folder."""
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -29,9 +28,7 @@ def javascript() -> Path:
 
 @pytest.fixture(scope="session")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
-    # Two runs on one machine need names and addresses of their own.
-    prefix, cidr = os.environ.get("AENV_TEST_SLOTS", "aenvt,10.232.0.0/16").split(",")
-    made = NodeProcess(tmp_path_factory.mktemp("node"), prefix=prefix, cidr=cidr, warm_vms="2")
+    made = NodeProcess(tmp_path_factory.mktemp("node"), warm_vms="2")
     try:
         made.start()
         yield made

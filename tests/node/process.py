@@ -15,10 +15,13 @@ from typing import TypeVar
 
 import httpx
 
+from tests.node import slots
+
 Result = TypeVar("Result")
 
 # Kernel, initramfs and base image are content-keyed and survive between runs; everything else is made anew.
 CACHE = Path(os.environ.get("AENV_TEST_CACHE", "/var/cache/aenv-tests"))
+RUNTIME_NOTE = ".runtime"  # in a home: where its sockets are
 START_TIMEOUT = 900.0  # seconds: the first start on a machine builds the base image
 
 
@@ -50,7 +53,9 @@ def commands() -> Iterator[tuple[int, bytes]]:
 class NodeProcess:
     """One ``aenv-server`` on a home; can be killed and started again on the same home."""
 
-    def __init__(self, folder: Path, *, prefix: str, cidr: str, **settings: str) -> None:
+    def __init__(self, folder: Path, *, prefix: str | None = None, cidr: str | None = None, **settings: str) -> None:
+        """``prefix`` and ``cidr`` of its network slots are ones that nothing here uses, unless they are given."""
+        prefix, cidr = prefix or slots.next_prefix(), cidr or slots.free_network()
         # Beside the artefacts: the base image becomes a layer by a hard link.
         self.home = CACHE / "homes" / f"{prefix}-{os.getpid()}"
         self.log = folder / "server.log"
@@ -88,7 +93,10 @@ class NodeProcess:
 
     def start(self, *arguments: str) -> None:
         (CACHE / "artifacts").mkdir(parents=True, exist_ok=True)
+        if not self.home.exists():
+            remove_dead()
         self.home.mkdir(parents=True, exist_ok=True)
+        (self.home / RUNTIME_NOTE).write_text(str(self.runtime))
         if not (self.home / "artifacts").exists():
             (self.home / "artifacts").symlink_to(CACHE / "artifacts")
         server = Path(sys.executable).parent / "aenv-server"
@@ -134,45 +142,82 @@ class NodeProcess:
 
     def vm_pids(self) -> list[int]:
         """Processes of VMs of this home, whoever started them."""
-        home = f"{self.home}/".encode()
-        return [
-            pid
-            for pid, command in commands()
-            if command.split(b"\0")[0].rpartition(b"/")[2].startswith(b"qemu-system") and home in command
-        ]
+        return vm_pids(self.home)
 
     def layer_server_pids(self) -> list[int]:
         """The layer server that serves this node, and its keeper."""
-        runtime = str(self.runtime).encode()
-        return [pid for pid, command in commands() if b"aenv.storage.layerd" in command and runtime in command]
+        return layer_server_pids(self.runtime)
 
     def kill_layer_server(self) -> None:
-        """It and its keeper. Each starts the other again, so neither may run while the other dies."""
-        for sent in (signal.SIGSTOP, signal.SIGKILL):
-            for pid in self.layer_server_pids():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, sent)
-        wait_for(lambda: not self.layer_server_pids(), "the layer server to end")
+        """It and its keeper."""
+        kill_layer_server(self.runtime)
 
     def namespaces(self) -> list[str]:
-        folder = Path("/run/netns")
-        return sorted(p.name for p in folder.glob(f"{self.prefix}-*")) if folder.exists() else []
+        return namespaces(self.prefix)
 
     def destroy(self) -> None:
         """End everything of this node, also what a failed test left."""
-        # Everything below goes by this path: another one would be somebody else's files and processes.
-        assert self.home.parent == CACHE / "homes" and self.home.name.startswith(f"{self.prefix}-"), self.home
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait()
-        for pid in self.vm_pids():
+        clear(self.home, self.runtime, self.prefix)
+        slots.release(self.cidr)
+
+
+def vm_pids(home: Path) -> list[int]:
+    named = f"{home}/".encode()
+    return [
+        pid
+        for pid, command in commands()
+        if command.split(b"\0")[0].rpartition(b"/")[2].startswith(b"qemu-system") and named in command
+    ]
+
+
+def layer_server_pids(runtime: Path) -> list[int]:
+    named = str(runtime).encode()
+    return [pid for pid, command in commands() if b"aenv.storage.layerd" in command and named in command]
+
+
+def kill_layer_server(runtime: Path) -> None:
+    """Server and keeper. Each starts the other again, so neither may run while the other dies."""
+    for sent in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in layer_server_pids(runtime):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, sent)
+    wait_for(lambda: not layer_server_pids(runtime), "the layer server to end")
+
+
+def namespaces(prefix: str) -> list[str]:
+    folder = Path("/run/netns")
+    return sorted(p.name for p in folder.glob(f"{prefix}-*")) if folder.exists() else []
+
+
+def clear(home: Path, runtime: Path, prefix: str) -> None:
+    """End and remove everything of a test's node whose server has ended."""
+    # Everything below goes by this path: another one would be somebody else's files and processes.
+    assert home.parent == CACHE / "homes" and home.name.startswith(f"{prefix}-") and prefix, home
+    for pid in vm_pids(home):
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        wait_for(lambda: not self.vm_pids(), "VMs to end")
-        self.kill_layer_server()
-        subprocess.run(["umount", "--lazy", self.runtime / "layers"], check=False, stderr=subprocess.DEVNULL)
-        for name in self.namespaces():
-            subprocess.run(["ip", "netns", "delete", name], check=False)
-        subprocess.run(
-            ["nft", "delete", "table", "ip", f"aenv_net_{self.prefix}"], check=False, stderr=subprocess.DEVNULL
-        )
-        shutil.rmtree(self.home, ignore_errors=True)
+    wait_for(lambda: not vm_pids(home), "VMs to end")
+    kill_layer_server(runtime)
+    subprocess.run(["umount", "--lazy", runtime / "layers"], check=False, stderr=subprocess.DEVNULL)
+    for name in namespaces(prefix):
+        subprocess.run(["ip", "netns", "delete", name], check=False)
+    # A namespace takes its links along, a little later; one that lost its name first keeps them.
+    for name in slots.links(prefix):
+        subprocess.run(["ip", "link", "delete", name], check=False, stderr=subprocess.DEVNULL)
+    subprocess.run(["nft", "delete", "table", "ip", f"aenv_net_{prefix}"], check=False, stderr=subprocess.DEVNULL)
+    shutil.rmtree(home, ignore_errors=True)
+
+
+def remove_dead() -> None:
+    """What runs left that were killed, as far as their process is gone: homes, VMs, namespaces, links."""
+    for home in (CACHE / "homes").glob("*-*"):
+        prefix, _, pid = home.name.rpartition("-")
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            try:
+                runtime = Path((home / RUNTIME_NOTE).read_text())
+            except OSError:
+                runtime = home / "run"  # a name that no process has
+            clear(home, runtime, prefix)

@@ -148,7 +148,7 @@ def test_volume_content(node: NodeProcess) -> None:
 
 def test_accounts_and_logs_survive_kill_9(tmp_path: Path) -> None:
     """On a node of its own, which is killed without warning and started again."""
-    node = NodeProcess(tmp_path, prefix="aenvac", cidr="10.243.128.0/17", warm_vms="0", metrics_interval="0")
+    node = NodeProcess(tmp_path, warm_vms="0", metrics_interval="0")
     try:
         node.start()
         with client(node, node.api_key) as api:

@@ -5,6 +5,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from ipaddress import IPv4Network
 
 from e2b import Sandbox
 
@@ -68,7 +69,8 @@ def reached(sandbox: Sandbox, targets: list[tuple[str, int]]) -> list[str]:
 def slot_addresses(node: NodeProcess, sandbox: Sandbox) -> tuple[str, str]:
     """The host's end and the guest's outer address of a sandbox's slot (two addresses of a /31)."""
     index = json.loads(node.records("sandboxes")[sandbox.sandbox_id])["slot"]
-    return f"10.232.{index * 2 // 256}.{index * 2 % 256}", f"10.232.{index * 2 // 256}.{index * 2 % 256 + 1}"
+    network = IPv4Network(node.cidr)
+    return str(network[index * 2]), str(network[index * 2 + 1])
 
 
 def test_guests_reach_neither_host_nor_each_other(create: Create, node: NodeProcess) -> None:

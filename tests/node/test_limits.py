@@ -12,9 +12,7 @@ from tests.node.process import NodeProcess, wait_for
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
     """A node of its own: room for one sandbox, nothing made ahead."""
-    made = NodeProcess(
-        tmp_path_factory.mktemp("small"), prefix="aenvl", cidr="10.236.0.0/16", warm_vms="0", max_sandboxes="1"
-    )
+    made = NodeProcess(tmp_path_factory.mktemp("small"), warm_vms="0", max_sandboxes="1")
     try:
         made.start()
         yield made

@@ -28,8 +28,6 @@ class Cluster:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.repository = folder / "repository"
-        prefix, cidr = os.environ.get("AENV_TEST_SLOTS", "aenvt,10.232.0.0/16").split(",")
-        self._prefix, self._network = prefix[:5], cidr.split(".")[1]
         self.nodes: list[NodeProcess] = []
 
     def add(self, **settings: str) -> NodeProcess:
@@ -38,8 +36,6 @@ class Cluster:
         folder.mkdir()
         made = NodeProcess(
             folder,
-            prefix=f"{self._prefix}{'abcdef'[number]}",
-            cidr=f"10.{self._network}.{128 + 16 * number}.0/20",
             warm_vms="1",
             **{"repository__path": str(self.repository), **settings},
         )
