@@ -26,8 +26,9 @@ from aenv.network.pool import SlotPool
 from aenv.network.settings import NetworkSettings
 from aenv.network.slot import NetworkSlot
 from aenv.storage.lsmt import compose
-from aenv.vmm.choice import choose_vmm
+from aenv.vmm.choice import Hypervisors
 from aenv.vmm.protocol import MachineShape, NetworkAttachment
+from aenv.vmm.qemu import QemuVmm
 from aenv.vmm.qemu_command import Platform
 from bench.by_hand import (
     RawSnapshot,
@@ -321,7 +322,8 @@ async def main(rounds: int, minutes: float, folder: Path) -> None:
         kernel = next(artifacts.glob("kernel-*/vmlinux"))
         initramfs = max(artifacts.glob("initramfs-*.cpio"), key=lambda p: p.stat().st_mtime)
         settings = Settings.model_validate({"home": node.home, "runtime": folder})
-        vmm = await choose_vmm(settings, kernel, initramfs, progress=lambda _: None)
+        vmm = await Hypervisors(settings, kernel, initramfs, lambda _: None).choose()
+        assert isinstance(vmm, QemuVmm)  # what is done by hand beside it is QEMU's
         fingerprint = vmm.fingerprint
         console.print(f"{fingerprint.vmm} {fingerprint.vmm_version}, {fingerprint.accelerator}, medians of {rounds}")
         await slots.start()

@@ -45,7 +45,7 @@ from aenv.template.journal import JournalStore
 from aenv.template.machine import Workshop
 from aenv.template.origin import Origins
 from aenv.template.service import TemplateService
-from aenv.vmm.choice import choose_vmm
+from aenv.vmm.choice import Hypervisors
 from aenv.vmm.protocol import Accelerator, MachineShape, Vmm
 
 log = structlog.get_logger()
@@ -64,6 +64,7 @@ class Running:
     node: Node
     store: Store
     vmm: Vmm
+    hypervisors: Hypervisors
     pool: VmPool
     machines: Machines
     sampler: Sampler
@@ -121,7 +122,8 @@ async def running_node(settings: Settings, progress: Progress, *, pause_all: boo
         artifacts = await ensure_kernel_and_initramfs(
             settings.home, find_envd(settings), kernel=settings.kernel, progress=progress
         )
-        vmm = await choose_vmm(settings, artifacts.kernel, artifacts.initramfs, progress=progress)
+        hypervisors = Hypervisors(settings, artifacts.kernel, artifacts.initramfs, progress)
+        vmm = await hypervisors.choose()
         store = Store(layout.database)
         stack.callback(store.close)
         vms = await find_vms(store, vmm)
@@ -186,7 +188,7 @@ async def running_node(settings: Settings, progress: Progress, *, pause_all: boo
         stack.push_async_callback(sampler.close)
         stack.push_async_callback(_close, node, pause_all)
         stack.push_async_callback(templates.close)
-        yield Running(node, store, vmm, pool, machines, sampler, logs, recorder, templates, exports)
+        yield Running(node, store, vmm, hypervisors, pool, machines, sampler, logs, recorder, templates, exports)
 
 
 def open_sharing(settings: Settings, layout: Layout, store: Store) -> tuple[Sharing, ImageVolumes]:

@@ -93,9 +93,15 @@ class Settings(BaseSettings):
     domain: str = Field("localhost", description="Domain of {port}-{sandboxID}.{domain} hosts")
     api_key: str | None = Field(None, description="API key; generated into $AENV_HOME/api-key when unset")
 
-    vmm: Literal["auto", "qemu"] = Field("auto", description="Hypervisor; auto picks the best that works")
-    accelerator: Literal["auto", "kvm", "tcg"] = Field("auto", description="auto probes by booting the kernel")
+    vmm: Literal["auto", "firecracker", "qemu"] = Field(
+        "auto", description="Hypervisor; auto picks the best that works"
+    )
+    accelerator: Literal["auto", "kvm", "pvm", "tcg"] = Field(
+        "auto", description="auto probes by booting the kernel"
+    )
     qemu: str = Field("qemu-system-x86_64", description="QEMU system emulator, 10 or newer")
+    firecracker: str = Field("firecracker", description="Firecracker, one of its two newest releases")
+    pvm_kernel: Path | None = Field(None, description="Guest kernel made for PVM hosts (ELF); needed for pvm")
     kernel: Path | None = Field(None, description="Guest kernel (ELF); taken from its package when unset")
     envd: Path | None = Field(None, description="Guest daemon binary; found beside the package when unset")
 

@@ -87,6 +87,7 @@ def _services(settings: Settings, running: Running, accounts: sqlite3.Connection
         logs=running.logs,
         recorder=running.recorder,
         host=Host(settings.home),
+        hypervisors=running.hypervisors,
     )
 
 

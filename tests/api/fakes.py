@@ -52,6 +52,8 @@ from aenv.orchestrator.model import (
     Template,
     Upstream,
 )
+from aenv.vmm.protocol import Accelerator
+from aenv.vmm.verdict import Candidate, Verdict
 
 KEY = "e2b_" + "0" * 40
 _NOW = datetime(2026, 1, 31, 12, 0, tzinfo=UTC)
@@ -239,6 +241,18 @@ class FakeOrchestrator:
         return changed
 
 
+class FakeHypervisors:
+    """KVM is broken here, emulation works."""
+
+    used: Candidate | None = Candidate("qemu", Accelerator.TCG)
+
+    async def verdicts(self) -> list[Verdict]:
+        return [
+            Verdict("qemu", Accelerator.KVM, False, "It did not start.", "Buy another.", 0.1),
+            Verdict("qemu", Accelerator.TCG, True, "It started.", "", 3.0),
+        ]
+
+
 def application(fake: FakeOrchestrator, **settings: object) -> Application:
     orchestrator: Orchestrator = fake
     configured = Settings.model_validate({"domain": "sandbox.test", **settings})
@@ -257,6 +271,7 @@ def services(key: str) -> Services:
         logs=logs,
         recorder=Recorder(logs, Path),
         host=Host(Path("/")),
+        hypervisors=FakeHypervisors(),
     )
 
 

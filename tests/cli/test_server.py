@@ -80,7 +80,23 @@ def test_the_doctor(aenv: Run, terminal: Spawn, node: NodeProcess) -> None:
         ("Sandbox", "good"),
     } <= results
     machine = [item for item in found if item["what"] == "Machine"]
-    assert any(item["result"] == "good" and item["text"].startswith("qemu with ") for item in machine)
+    assert [item["text"].split(":")[0].split(",")[0] for item in machine] == [
+        "firecracker/kvm", "firecracker/pvm", "qemu/kvm", "qemu/tcg"
+    ]  # fmt: skip
+    assert [item["result"] for item in machine if ", in use: " in item["text"]] == ["good"]
+    assert all(item["advice"] for item in machine if item["result"] == "warning")
+
+
+def test_the_doctor_without_a_server_looks_at_this_machine(aenv: Run, node: NodeProcess) -> None:
+    done = aenv("doctor", "-o", "json", check=False, AENV_API_URL="http://127.0.0.1:9", AENV_HOME=str(node.home))
+    assert done.returncode == 1
+    found = json.loads(done.stdout)
+    assert ("Answers", "bad") in {(item["what"], item["result"]) for item in found}
+    machine = [item["text"].split(":")[0] for item in found if item["what"] == "Machine" and item["result"] == "good"]
+    assert "qemu/tcg" in machine
+
+
+def test_the_doctor_refuses_a_wrong_key(terminal: Spawn) -> None:
     code, shown = finished(terminal("doctor", NO_COLOR="1", AENV_API_KEY="wrong"))
     assert code == 1
     assert re.search(r"\n✗ Key        .*not valid", shown), shown

@@ -103,4 +103,5 @@ def test_the_node_tells_its_figures(create: Create, api: httpx.Client, node: Nod
     assert 0 < found["metrics"]["memoryUsedBytes"] < found["metrics"]["memoryTotalBytes"]
     assert api.get(f"/nodes/{found['id']}").json()["id"] == found["id"]
     assert api.get("/nodes/other").status_code == 404
+    assert api.get("/nodes/other/hypervisors").status_code == 404
     assert api.post(f"/nodes/{found['id']}", json={"status": "draining"}).status_code == 501

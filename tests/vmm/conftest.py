@@ -24,7 +24,7 @@ from aenv.guest.initramfs import guest_entries, write_cpio
 from aenv.guest.kernel import ensure_kernel
 from aenv.guest.modules import Module
 from aenv.storage import lsmt, qcow2
-from aenv.vmm.choice import make_vmm
+from aenv.vmm.choice import make_qemu
 from aenv.vmm.probe import find_qemu
 from aenv.vmm.protocol import Accelerator, MachineShape, MemoryImage, NetworkAttachment
 from aenv.vmm.qemu import QemuVm, QemuVmm
@@ -142,7 +142,7 @@ async def vmm(guest_files: GuestFiles, tmp_path_factory: pytest.TempPathFactory)
     home, runtime = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("run")
     qemu = await find_qemu("qemu-system-x86_64")
     accelerator = Accelerator(os.environ.get("AENV_TEST_ACCELERATOR", "tcg"))
-    made = make_vmm(
+    made = make_qemu(
         home, runtime, qemu, accelerator, guest_files.kernel, guest_files.initramfs, guest_files.kernel_sha256
     )
     yield made

@@ -22,7 +22,7 @@ from aenv.guest.initramfs import guest_entries, write_cpio
 from aenv.guest.kernel import ensure_kernel
 from aenv.storage import lsmt, qcow2
 from aenv.vmm import qemu_command
-from aenv.vmm.choice import make_vmm
+from aenv.vmm.choice import make_qemu
 from aenv.vmm.probe import find_qemu
 from aenv.vmm.protocol import Accelerator, MachineShape, MemoryImage, NetworkAttachment
 from aenv.vmm.qemu import QemuVm, QemuVmm
@@ -131,7 +131,7 @@ async def main() -> None:
     initramfs = directory / "initramfs.cpio"
     initramfs.write_bytes(write_cpio(guest_entries(init.read_bytes(), kernel.modules)))
     qemu = await find_qemu("qemu-system-x86_64")
-    vmm = make_vmm(directory, directory / "run", qemu, Accelerator.TCG, kernel.vmlinux, initramfs, kernel.sha256)
+    vmm = make_qemu(directory, directory / "run", qemu, Accelerator.TCG, kernel.vmlinux, initramfs, kernel.sha256)
     namespaces = Namespaces()
     try:
         await measure(vmm, namespaces, directory, shape)

@@ -148,6 +148,17 @@ class NodeDetail(Node):
     )
 
 
+class Hypervisor(_Model):
+    """What trying one hypervisor on a node has shown."""
+
+    vmm: Literal["firecracker", "qemu"]
+    accelerator: Literal["kvm", "pvm", "tcg"]
+    works: bool = Field(description="Whether it booted the guest kernel")
+    used: bool = Field(description="Whether the node's sandboxes run in it")
+    reason: str = Field(description="What happened, a sentence")
+    advice: str = Field(description="What to do about it; empty when it works")
+
+
 SecretValue = Annotated[str, StringConstraints(strict=True, min_length=1, max_length=64 * 1024)]
 SecretMetadata = Annotated[dict[Text, Text], Field(max_length=32)]
 

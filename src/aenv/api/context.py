@@ -1,7 +1,7 @@
 """What the routers share: the orchestrator, the settings, and how ids in paths are read."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 from fastapi import Depends, Path, Request
 
@@ -17,6 +17,15 @@ from aenv.observability.recorder import Recorder
 from aenv.observability.sampler import Sampler
 from aenv.orchestrator.interface import Orchestrator
 from aenv.proxy.routing import sandbox_id as parse_sandbox_id
+from aenv.vmm.verdict import Candidate, Verdict
+
+
+class Hypervisors(Protocol):
+    """What could run sandboxes on this node (``aenv.vmm.choice``)."""
+
+    used: Candidate | None
+
+    async def verdicts(self) -> list[Verdict]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +39,7 @@ class Services:
     logs: LogStore
     recorder: Recorder
     host: Host
+    hypervisors: Hypervisors
 
 
 @dataclass(frozen=True, slots=True)

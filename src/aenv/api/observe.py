@@ -159,6 +159,31 @@ async def change_node(node_id: Annotated[str, Path(alias="nodeID")], context: Ct
     raise MissingFeatureError("Changing a node's status is not supported.", "Stop aenv-server instead.")
 
 
+@router.get("/nodes/{nodeID}/hypervisors", tags=["admin"], responses=errors(400, 404))
+async def hypervisors(
+    context: Ctx,
+    node_id: Annotated[str, Path(alias="nodeID")],
+    cluster: ClusterId = None,
+) -> list[bodies.Hypervisor]:
+    """Which hypervisors run the guest kernel here, and why not; best first.
+
+    The first call after the host has booted boots the kernel in each, which takes seconds.
+    """
+    await node(context, node_id, cluster)
+    tried = await context.services.hypervisors.verdicts()
+    return [
+        bodies.Hypervisor(
+            vmm=verdict.vmm,  # type: ignore[arg-type]
+            accelerator=verdict.accelerator.value,
+            works=verdict.works,
+            used=verdict.candidate == context.services.hypervisors.used,
+            reason=verdict.reason,
+            advice=verdict.advice,
+        )
+        for verdict in tried
+    ]
+
+
 async def _node(context: Context) -> bodies.Node:
     orchestrator, services = context.orchestrator, context.services
     count, vcpus, memory = 0, 0, 0

@@ -162,6 +162,11 @@ class Api:
         found: list[Json] = self._get("/nodes")
         return found
 
+    def hypervisors(self, node_id: str) -> list[Json]:
+        """Takes seconds the first time after the node's host has booted."""
+        found: list[Json] = self._get(f"/nodes/{quoted(node_id)}/hypervisors")
+        return found
+
     def version(self) -> str:
         return str(self._get("/openapi.json").get("info", {}).get("version", ""))
 

@@ -1,47 +1,34 @@
-"""What accelerator works here: found out by booting the guest kernel, because nothing less proves it.
+"""Whether QEMU works here, and with what: found out by booting the guest kernel, because nothing less proves it.
 
 On a host that is itself a paravirtual guest (PVM), ``/dev/kvm`` exists, ``KVM_CREATE_VM`` succeeds, and an ordinary
-kernel still does not run. A verdict is remembered in ``$AENV_HOME/probe.json`` for as long as the host's boot, the
-QEMU binary and the kernel are the same.
+kernel still does not run. Verdicts are remembered (``aenv.vmm.verdict``).
 """
 
 import asyncio
 import contextlib
 import ctypes
 import hashlib
-import json
 import mmap
 import os
 import re
 import shutil
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from aenv.errors import VmmError
 from aenv.vmm import qemu_command
 from aenv.vmm.protocol import Accelerator
+from aenv.vmm.verdict import Candidate, Memory, Verdict, key_of, missing
 
 # Printed by the kernel when it starts /init: processor, memory, interrupts and timer all work by then.
 MARKER = "Run /init as init process"
 TIMEOUT = {Accelerator.KVM: 10.0, Accelerator.TCG: 120.0}  # seconds; an idle host needs 0.5 and 3
 POLL = 0.05  # seconds
-REMEMBERED = "probe.json"
 TSC_FILE = "tsc-khz"
 MINIMUM_VERSION = (10, 0)
 KVM_DEVICE = Path("/dev/kvm")
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What one candidate did. ``reason`` is a sentence, ``advice`` what to do about it (empty when it works)."""
-
-    accelerator: Accelerator
-    works: bool
-    reason: str
-    advice: str
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,20 +112,26 @@ def host_cpu() -> str:
 
 async def probe(home: Path, qemu: QemuBinary, accelerator: Accelerator, kernel: Path, initramfs: Path) -> Verdict:
     """Boot the kernel once, without disk or network, and say whether it reached user space."""
-    if accelerator is Accelerator.KVM and not os.access(KVM_DEVICE, os.R_OK | os.W_OK):
-        state = "may not be opened" if await asyncio.to_thread(KVM_DEVICE.exists) else "does not exist"
-        advice = "Enable virtualization in the firmware or nested virtualization in the cloud, and load kvm."
-        return Verdict(accelerator, False, f"{KVM_DEVICE} {state}.", advice, 0.0)
     directory = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="aenv-probe-"))
     began = time.monotonic()
     try:
         khz = await asyncio.to_thread(tsc_khz, home)
         platform = qemu_command.Platform(qemu.path, accelerator, cpu_option(accelerator), khz)
         argv = qemu_command.probe_command(platform, kernel, initramfs, directory / "console")
-        works, reason = await _watch(argv, directory, TIMEOUT[accelerator])
+        works, reason = await watch("QEMU", argv, directory, TIMEOUT[accelerator])
     finally:
         await asyncio.to_thread(shutil.rmtree, directory, True)
-    return Verdict(accelerator, works, reason, "" if works else _advice(accelerator), time.monotonic() - began)
+    advice = "" if works else _advice(accelerator)
+    return Verdict("qemu", accelerator, works, reason, advice, time.monotonic() - began)
+
+
+def without_kvm(candidate: Candidate) -> Verdict | None:
+    """The verdict on a candidate that needs KVM where this process cannot open its device."""
+    if os.access(KVM_DEVICE, os.R_OK | os.W_OK):
+        return None
+    state = "may not be opened" if KVM_DEVICE.exists() else "does not exist"
+    advice = "Enable virtualization in the firmware or nested virtualization in the cloud, and load kvm."
+    return missing(candidate, f"{KVM_DEVICE} {state}.", advice)
 
 
 def cpu_option(accelerator: Accelerator) -> str:
@@ -153,39 +146,26 @@ def cpu_option(accelerator: Accelerator) -> str:
 async def remembered_probe(
     home: Path, qemu: QemuBinary, accelerator: Accelerator, kernel: Path, initramfs: Path, kernel_sha256: str
 ) -> Verdict:
-    """``probe``, or its verdict of earlier in this boot of the host for the same binary and kernel."""
-    boot_id = await asyncio.to_thread(Path("/proc/sys/kernel/random/boot_id").read_text)
-    key = "|".join((boot_id.strip(), qemu.identity, qemu.version, kernel_sha256, qemu_command.MACHINE))
-    file = home / REMEMBERED
-    known = await asyncio.to_thread(_recall, file, key)
-    if accelerator in known:
-        return known[accelerator]
-    verdict = await probe(home, qemu, accelerator, kernel, initramfs)
-    known[accelerator] = verdict
-    await asyncio.to_thread(_remember, file, key, known)
-    return verdict
+    """``probe``, or its verdict of earlier in this boot of the host for the same binary and kernel.
+
+    That the device is missing is not remembered: loading a module changes it.
+    """
+    if accelerator is Accelerator.KVM and (verdict := without_kvm(Candidate("qemu", accelerator))):
+        return verdict
+    key = key_of((qemu.identity, qemu.version, kernel_sha256, qemu_command.MACHINE))
+    memory = Memory(home)
+    known = await asyncio.to_thread(memory.recall, Candidate("qemu", accelerator), key)
+    if known is None:
+        known = await probe(home, qemu, accelerator, kernel, initramfs)
+        await asyncio.to_thread(memory.remember, known, key)
+    return known
 
 
-def _recall(file: Path, key: str) -> dict[Accelerator, Verdict]:
-    try:
-        content = json.loads(file.read_text())
-        if content["key"] != key:
-            return {}
-        verdicts = [Verdict(**{**v, "accelerator": Accelerator(v["accelerator"])}) for v in content["verdicts"]]
-        return {verdict.accelerator: verdict for verdict in verdicts}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+async def watch(name: str, argv: list[str], directory: Path, timeout: float) -> tuple[bool, str]:
+    """Run a hypervisor until ``directory/console`` shows the marker, it ends, or ``timeout`` seconds have passed.
 
-
-def _remember(file: Path, key: str, verdicts: dict[Accelerator, Verdict]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    temporary.write_text(json.dumps({"key": key, "verdicts": [asdict(v) for v in verdicts.values()]}, indent=1))
-    temporary.replace(file)
-
-
-async def _watch(argv: list[str], directory: Path, timeout: float) -> tuple[bool, str]:
-    """Run it until the console shows the marker, it ends, or time is up."""
+    Whether its guest came up, and a sentence about it in which the hypervisor is called ``name``.
+    """
     console, errors = directory / "console", directory / "errors"
     with errors.open("wb") as log:
         child = await asyncio.create_subprocess_exec(
@@ -200,10 +180,10 @@ async def _watch(argv: list[str], directory: Path, timeout: float) -> tuple[bool
                 return True, f"The guest kernel reached user space in {elapsed:.1f} s."
             if child.returncode is not None:
                 said = (await asyncio.to_thread(_read, errors)).strip().splitlines()
-                return False, f"QEMU ended after {elapsed:.1f} s: {said[-1] if said else _last(seen)}"
+                return False, f"{name} ended after {elapsed:.1f} s: {said[-1] if said else _last(seen)}"
             if elapsed > timeout:
                 said = (await asyncio.to_thread(_read, errors)).strip().splitlines()
-                words = f"; QEMU said: {said[0]}" if said else ""
+                words = f"; {name} said: {said[0]}" if said else ""
                 return False, f"The guest kernel did not start within {timeout:g} s: {_last(seen)}{words}"
             await asyncio.sleep(POLL)
     finally:

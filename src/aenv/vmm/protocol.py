@@ -9,6 +9,7 @@ from typing import Protocol
 
 class Accelerator(StrEnum):
     KVM = "kvm"
+    PVM = "pvm"  # KVM of a host without virtualization hardware; needs a guest kernel made for it
     TCG = "tcg"
 
 
@@ -33,7 +34,7 @@ class NetworkAttachment:
 class Fingerprint:
     """What a snapshot's device state depends on; all of it must match where it is restored."""
 
-    vmm: str  # "qemu"
+    vmm: str  # "qemu" or "firecracker"
     vmm_version: str
     accelerator: Accelerator
     cpu_model: str

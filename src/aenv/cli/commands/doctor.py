@@ -42,9 +42,9 @@ aenv doctor -o json
 @click.option("--sandbox", is_flag=True, help="Also start a sandbox and run a command in it.")
 @options.output_option
 def doctor(sandbox: bool, form: str | None) -> None:
-    """Check the connection, the server, and whether this machine can run sandboxes.
+    """Check the connection, the server, and which hypervisors run sandboxes there.
 
-    The exit code is 1 if something is wrong.
+    Where no server answers, the hypervisors of this machine are tried. The exit code is 1 if something is wrong.
     """
     show = (lambda _: None) if output.wants_json(form) else _show
     found = []
@@ -86,6 +86,7 @@ def _examine(sandbox: bool) -> Iterator[Finding]:
         yield accepted
         if accepted.result == "good":
             yield from _server(api, sandbox)
+            return
     yield from _machine()
 
 
@@ -121,6 +122,7 @@ def _server(api: Api, sandbox: bool) -> Iterator[Finding]:
         )
         advice = "Delete sandboxes, snapshots or templates, or give the node's home more room." if little else ""
         yield Finding("Node", "warning" if little else "good", text, advice)
+        yield from _hypervisors(api, node["id"])
     templates = api.templates()
     ready = [item for item in templates if item["buildStatus"] == "ready"]
     if ready:
@@ -146,12 +148,28 @@ def _sandbox(api: Api) -> Finding:
     )  # fmt: skip
 
 
+def _hypervisors(api: Api, node_id: str) -> Iterator[Finding]:
+    try:
+        tried = api.hypervisors(node_id)
+    except AenvError as error:
+        yield Finding("Machine", "bad", error.message, error.hint)
+        return
+    for item in tried:
+        name = f"{item['vmm']}/{item['accelerator']}{', in use' if item['used'] else ''}"
+        yield _hypervisor(name, item["works"], item["reason"], item["advice"], any(i["works"] for i in tried))
+
+
+def _hypervisor(name: str, works: bool, reason: str, advice: str, usable: bool) -> Finding:
+    """A candidate that does not work is bad only where none does."""
+    return Finding("Machine", "good" if works else "warning" if usable else "bad", f"{name}: {reason}", advice)
+
+
 def _machine() -> Iterator[Finding]:
     """Verdicts on this machine's hypervisors, where a node has been set up that this user may read."""
     import asyncio
 
     from aenv.config import Settings
-    from aenv.vmm.choice import verdicts
+    from aenv.vmm.choice import Hypervisors
 
     try:
         settings = Settings()  # type: ignore[call-arg]  # all fields have defaults
@@ -170,12 +188,10 @@ def _machine() -> Iterator[Finding]:
         output.say(f"  {message}")
 
     try:
-        found = asyncio.run(verdicts(settings, Path(kernel), initramfs[-1], progress=progress))
+        found = asyncio.run(Hypervisors(settings, Path(kernel), initramfs[-1], progress).verdicts())
     except (AenvError, OSError) as error:
         yield Finding("Machine", "bad", str(error))
         return
     usable = any(verdict.works for verdict in found)
     for verdict in found:
-        worst: Literal["warning", "bad"] = "warning" if usable else "bad"
-        name = f"qemu with {verdict.accelerator}"
-        yield Finding("Machine", "good" if verdict.works else worst, f"{name}: {verdict.reason}", verdict.advice)
+        yield _hypervisor(str(verdict.candidate), verdict.works, verdict.reason, verdict.advice, usable)
