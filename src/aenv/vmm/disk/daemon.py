@@ -1,0 +1,108 @@
+"""A daemon that serves one disk: started so that it outlives the server, noted in a file, found again, ended.
+
+Its runtime directory says everything: ``export.json`` (written by rename), a control socket that was listening
+before the daemon started, and its errors. A server that dies between starting a daemon and noting it leaves a process
+that has the directory's marker among its arguments, by which ``sweep`` finds it.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import errno
+import json
+import os
+import signal
+import socket
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from aenv.errors import VmmError
+from aenv.vmm import process
+
+RECORD = "export.json"
+SOCKET = "disk.sock"
+ERRORS = "disk.log"
+MARKER = "disk.pid"  # an argument of the daemon: the path of this file, which need not exist
+MNT_DETACH = 2  # umount(2)
+END_TIMEOUT = 20.0  # seconds for a daemon to write what it holds and end; some ms on an idle host
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What ``adopt`` needs. ``start`` guards against a reused pid; ``kind`` is the exporter's."""
+
+    kind: str
+    pid: int
+    start: int
+    device: int | None = None  # number of a ublk device
+
+    def write(self, directory: Path) -> None:
+        temporary = directory / f".{RECORD}.{uuid.uuid4().hex[:8]}"
+        temporary.write_text(json.dumps(asdict(self)))
+        temporary.replace(directory / RECORD)
+
+    @classmethod
+    def read(cls, directory: Path, kind: str) -> "Record | None":
+        """None when there is none of that kind."""
+        try:
+            found: dict[str, Any] = json.loads((directory / RECORD).read_text())
+            device = None if found["device"] is None else int(found["device"])
+            record = cls(str(found["kind"]), int(found["pid"]), int(found["start"]), device)
+            return record if record.kind == kind else None
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+
+
+def start(directory: Path, argv: Callable[[int], list[str]]) -> int:
+    """Start a daemon whose control socket is already listening; its pid. Call in a worker thread.
+
+    ``argv`` makes the command line, given the number of the inherited socket.
+    """
+    path = directory / SOCKET
+    path.unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        path.chmod(0o600)
+        listener.listen(4)
+        listener.setblocking(False)
+        return process.launch(argv(listener.fileno()), None, directory / ERRORS, [listener.fileno()])
+
+
+async def end(proc: process.Process) -> None:
+    """Wait for a daemon that was told to end, at most ``END_TIMEOUT``; then it is killed."""
+    try:
+        async with asyncio.timeout(END_TIMEOUT):
+            await proc.wait()
+    except TimeoutError:
+        proc.send(signal.SIGKILL)
+        await proc.wait()
+
+
+def sweep(directory: Path) -> None:
+    """Remove what a daemon of that directory left behind, and a daemon that was never noted."""
+    for pid in process.find_by_argument(str(directory / MARKER)):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for name in (RECORD, SOCKET, ERRORS, MARKER):
+        (directory / name).unlink(missing_ok=True)
+
+
+def detach_mount(path: Path) -> None:
+    """Unmount ``path`` wherever it is mounted, also when the daemon behind it is gone; nothing if it is not."""
+    while _libc.umount2(os.fsencode(path), MNT_DETACH) == 0:
+        pass
+    code = ctypes.get_errno()
+    if code not in (errno.EINVAL, errno.ENOENT):  # not a mount point; nothing there
+        raise VmmError(f"{path} cannot be unmounted: {os.strerror(code)}.")
+
+
+def said(directory: Path) -> str:
+    """The end of what the daemon printed."""
+    with contextlib.suppress(OSError):
+        return (directory / ERRORS).read_text(errors="replace")[-2000:].strip()
+    return ""
