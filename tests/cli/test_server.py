@@ -85,6 +85,9 @@ def test_the_doctor(aenv: Run, terminal: Spawn, node: NodeProcess) -> None:
     ]  # fmt: skip
     assert [item["result"] for item in machine if ", in use: " in item["text"]] == ["good"]
     assert all(item["advice"] for item in machine if item["result"] == "warning")
+    if "qemu/tcg, in use" in " ".join(item["text"] for item in machine):  # best last: nothing before it works
+        kvm = next(item["text"] for item in machine if item["text"].startswith("qemu/kvm"))
+        assert re.search("KVM is here and cannot run this kernel|/dev/kvm (does not exist|may not be opened)", kvm)
 
 
 def test_the_doctor_without_a_server_looks_at_this_machine(aenv: Run, node: NodeProcess) -> None:

@@ -122,6 +122,8 @@ async def probe(home: Path, qemu: QemuBinary, accelerator: Accelerator, kernel: 
     finally:
         await asyncio.to_thread(shutil.rmtree, directory, True)
     advice = "" if works else _advice(accelerator)
+    if accelerator is Accelerator.KVM and not works:
+        reason = f"KVM is here and cannot run this kernel. {reason}"
     return Verdict("qemu", accelerator, works, reason, advice, time.monotonic() - began)
 
 
@@ -206,5 +208,5 @@ def _last(console: str) -> str:
 
 def _advice(accelerator: Accelerator) -> str:
     if accelerator is Accelerator.KVM:
-        return "This host's KVM cannot run an ordinary kernel; use a host with hardware virtualization for speed."
+        return "Use a host with hardware virtualization; without it sandboxes run emulated, or in PVM's own kernel."
     return "Check the QEMU installation and the kernel file (AENV_QEMU, AENV_KERNEL)."
