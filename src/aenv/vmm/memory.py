@@ -13,7 +13,7 @@ import os
 import struct
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,11 +45,17 @@ for _name in ("process_vm_readv", "process_vm_writev"):
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
-    """Guest RAM in the address space of ``pid``: ``start`` corresponds to offset 0 of the file."""
+    """Guest RAM, or a piece of it, in the address space of ``pid``: ``size`` bytes from ``offset`` of the file on."""
 
     pid: int
     start: int
     size: int
+    offset: int = 0
+
+    @property
+    def bias(self) -> int:
+        """What makes an address of an offset in the file."""
+        return self.start - self.offset
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +113,7 @@ def _runs_where(mapping: Mapping, *, own: bool) -> tuple[Words, Words]:
             return _runs_by_pagemap(fd, mapping, own)
     finally:
         os.close(fd)
-    base = np.uint64(mapping.start)
-    first = (starts - base) // np.uint64(PAGE)
+    first = (starts - np.uint64(mapping.bias)) // np.uint64(PAGE)
     return first, (ends - starts) // np.uint64(PAGE)
 
 
@@ -153,7 +158,7 @@ def _runs_by_pagemap(fd: int, mapping: Mapping, own: bool) -> tuple[Words, Words
     found = (entries & (BIT_PRESENT | BIT_SWAP)) != 0
     if own:
         found &= (entries & BIT_FILE) == 0
-    return runs(np.flatnonzero(found).astype(np.uint64))
+    return runs(np.flatnonzero(found).astype(np.uint64) + np.uint64(mapping.offset // PAGE))
 
 
 def runs(pages: Words) -> tuple[Words, Words]:
@@ -212,13 +217,28 @@ def capture(mapping: Mapping, delta: Path, data: tuple[Words, Words]) -> Capture
     is zero as well. Raises VmmError when the process goes away, CapacityError when the disk is full; no file is left
     then.
     """
-    groups = list(chunks(*private_runs(mapping), CHUNK))
-    threads = min(THREADS, -(-len(groups) // 4))
-    with lsmt.LayerWriter(delta, mapping.size) as writer:
+    return capture_pieces([mapping], delta, data)
 
-        def copy(groups: Iterator[tuple[Words, Words]]) -> list[tuple[int, int]]:
+
+def capture_pieces(
+    pieces: Sequence[Mapping],
+    delta: Path,
+    data: tuple[Words, Words],
+    cleared: tuple[Words, Words] = (np.zeros(0, np.uint64), np.zeros(0, np.uint64)),
+) -> Captured:
+    """``capture`` of a guest whose RAM is in ``pieces``, which make up the whole of the file.
+
+    ``cleared`` are runs of pages that are the process's own and zero without being there: a balloon took them.
+    """
+    groups = [(piece, *group) for piece in pieces for group in chunks(*private_runs(piece), CHUNK)]
+    threads = min(THREADS, -(-len(groups) // 4))
+    with lsmt.LayerWriter(delta, sum(piece.size for piece in pieces)) as writer:
+
+        def copy(groups: Iterator[tuple[Mapping, Words, Words]]) -> list[tuple[int, int]]:
             buffer = np.empty((CHUNK, PAGE // 8), dtype=np.uint64)
-            return [_copy(mapping, writer, buffer, *group, data) for group in groups]
+            return [_copy(piece, writer, buffer, first, length, data) for piece, first, length in groups]
+
+        writer.add_zeroed(*(words * np.uint64(PAGE) for words in _hiding(*cleared, data)))
 
         if threads < 2:
             counts = copy(iter(groups))
@@ -231,14 +251,28 @@ def capture(mapping: Mapping, delta: Path, data: tuple[Words, Words]) -> Capture
     return Captured(sum(data for data, _ in counts) * PAGE, sum(zero for _, zero in counts) * PAGE)
 
 
-class _Shared(Iterator[tuple[Words, Words]]):
+def _hiding(first: Words, length: Words, data: tuple[Words, Words]) -> tuple[Words, Words]:
+    """What of ascending runs of pages lies within the parts of a base that are no holes."""
+    found = []
+    for start, size in zip(first.tolist(), length.tolist(), strict=True):
+        low = int(np.searchsorted(data[1], start, side="right"))
+        high = int(np.searchsorted(data[0], start + size, side="left"))
+        found += [
+            (max(start, begin), min(start + size, end) - max(start, begin))
+            for begin, end in zip(data[0][low:high].tolist(), data[1][low:high].tolist(), strict=True)
+        ]
+    both = np.array(found, dtype=np.uint64).reshape(-1, 2)
+    return both[:, 0], both[:, 1]
+
+
+class _Shared(Iterator[tuple[Mapping, Words, Words]]):
     """One iterator for several threads."""
 
-    def __init__(self, items: Iterable[tuple[Words, Words]]) -> None:
+    def __init__(self, items: Iterable[tuple[Mapping, Words, Words]]) -> None:
         self._items = iter(items)
         self._lock = threading.Lock()
 
-    def __next__(self) -> tuple[Words, Words]:
+    def __next__(self) -> tuple[Mapping, Words, Words]:
         with self._lock:
             return next(self._items)
 
@@ -280,24 +314,41 @@ def inject(mapping: Mapping, delta: Path) -> int:
 
     Raises CorruptFileError when the layer is damaged or made for another size, VmmError when the process is gone.
     """
+    return inject_pieces([mapping], delta)
+
+
+def inject_pieces(pieces: Sequence[Mapping], delta: Path) -> int:
+    """``inject`` into a guest whose RAM is in ``pieces``, which make up the whole of the file."""
+    size = sum(piece.size for piece in pieces)
     with lsmt.Layer(delta) as layer:
-        if layer.virtual_size != mapping.size:
-            raise CorruptFileError(
-                f"{delta} is for {layer.virtual_size} bytes of memory, and the VM has {mapping.size}."
-            )
+        if layer.virtual_size != size:
+            raise CorruptFileError(f"{delta} is for {layer.virtual_size} bytes of memory, and the VM has {size}.")
         extents = layer.extents
         if not len(extents):
             return 0
+        zeros = extents.zeroed
         with layer.mapped() as file:
             view = np.frombuffer(file, dtype=np.uint8)
             try:
                 local = np.uint64(view.ctypes.data) + extents.source
-                zeros = extents.zeroed
-                _write(mapping, local[~zeros], extents.offset[~zeros], extents.length[~zeros])
+                for piece in pieces:
+                    offset, length, skipped = _within(piece, extents.offset[~zeros], extents.length[~zeros])
+                    inside = length > 0
+                    _write(piece, (local[~zeros] + skipped)[inside], offset[inside], length[inside])
             finally:
                 del view
-        _write_zeros(mapping, extents.offset[zeros], extents.length[zeros])
+        for piece in pieces:
+            offset, length, _ = _within(piece, extents.offset[zeros], extents.length[zeros])
+            inside = length > 0
+            _write_zeros(piece, offset[inside], length[inside])
         return int(extents.length.sum())
+
+
+def _within(piece: Mapping, offset: Words, length: Words) -> tuple[Words, Words, Words]:
+    """Extents cut down to what lies in ``piece``, others to nothing; and what was cut off at their beginning."""
+    low, high = np.uint64(piece.offset), np.uint64(piece.offset + piece.size)
+    start, end = np.clip(offset, low, high), np.clip(offset + length, low, high)
+    return start, end - start, start - offset
 
 
 def _write_zeros(mapping: Mapping, offset: Words, length: Words) -> None:
@@ -314,7 +365,7 @@ def _write_zeros(mapping: Mapping, offset: Words, length: Words) -> None:
 
 
 def _write(mapping: Mapping, local: Words, offset: Words, length: Words) -> None:
-    remote = offset + np.uint64(mapping.start)
+    remote = offset + np.uint64(mapping.bias)
     ends = np.cumsum(length)
     at = 0
     while at < len(local):
@@ -329,7 +380,7 @@ def _write(mapping: Mapping, local: Words, offset: Words, length: Words) -> None
 
 def _transfer(function: object, mapping: Mapping, first: Words, length: Words, address: int) -> None:
     size = length * np.uint64(PAGE)
-    theirs = np.ascontiguousarray(np.stack((first * np.uint64(PAGE) + np.uint64(mapping.start), size), axis=1))
+    theirs = np.ascontiguousarray(np.stack((first * np.uint64(PAGE) + np.uint64(mapping.bias), size), axis=1))
     total = int(size.sum())
     _call(function, mapping, np.array([[address, total]], dtype=np.uint64), theirs, total)
 

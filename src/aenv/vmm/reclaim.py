@@ -33,7 +33,7 @@ def page_out(mapping: Mapping) -> bool:
     """
     first, length = private_runs(mapping)
     page = np.uint64(PAGE)
-    ranges = np.ascontiguousarray(np.stack((first * page + np.uint64(mapping.start), length * page), axis=1))
+    ranges = np.ascontiguousarray(np.stack((first * page + np.uint64(mapping.bias), length * page), axis=1))
     try:
         descriptor = os.pidfd_open(mapping.pid)
     except ProcessLookupError as error:
