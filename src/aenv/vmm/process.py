@@ -55,8 +55,19 @@ def _setns(fd: int) -> None:
         raise VmmError(f"setns failed: {os.strerror(code)}.")
 
 
-def launch(argv: Sequence[str], netns: str | None, errors: Path, pass_fds: Iterable[int]) -> int:
+def launch(
+    argv: Sequence[str],
+    netns: str | None,
+    errors: Path,
+    pass_fds: Iterable[int],
+    *,
+    output: Path | None = None,
+    directory: Path = Path("/"),
+) -> int:
     """Start a process in its own session with nothing of ours attached; its pid. Call in a worker thread.
+
+    What it prints is appended to ``errors``, its standard output to ``output`` where that is given. It works in
+    ``directory``.
 
     The thread enters the namespace, and the child inherits that: unlike ``nsenter`` this needs no second exec, and
     unlike ``preexec_fn`` it lets ``subprocess`` use vfork, which does not copy the server's page tables.
@@ -65,15 +76,16 @@ def launch(argv: Sequence[str], netns: str | None, errors: Path, pass_fds: Itera
         if netns is not None:
             stack.enter_context(_entered(netns))
         log = stack.enter_context(errors.open("ab"))
+        out = stack.enter_context(output.open("ab")) if output else log
         try:
             process = subprocess.Popen(
                 argv,
                 stdin=subprocess.DEVNULL,
-                stdout=log,
+                stdout=out,
                 stderr=log,
                 pass_fds=tuple(pass_fds),
                 start_new_session=True,
-                cwd="/",
+                cwd=directory,
                 env={"PATH": os.environ.get("PATH", "/usr/sbin:/usr/bin:/sbin:/bin"), "LANG": "C"},
             )
         except OSError as error:
