@@ -3,7 +3,7 @@ SHELL := /bin/bash
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 
-.PHONY: demo test test-slow bench lint format envd envd-test bootstrap bootstrap-dev stop clean
+.PHONY: demo test test-slow bench lab lab-shell lab-bench lint format envd envd-test bootstrap bootstrap-dev stop clean
 
 demo: bootstrap          ## Install what is missing, start a node, live one sandbox's whole life through the E2B SDK
 	@$(PYTHON) examples/demo.py
@@ -17,14 +17,23 @@ test-slow: bootstrap-dev  ## The tests that `make test` leaves out
 bench: bootstrap-dev     ## Measure the node against the raw operations
 	@$(PYTHON) -m bench.run $(ARGS)
 
+lab: bootstrap-dev       ## Run tests in a virtual machine that has KVM and ublk; ARGS are pytest's
+	@$(PYTHON) -m lab test $(ARGS)
+
+lab-shell: bootstrap-dev ## A shell in such a machine, or the command ARGS
+	@$(PYTHON) -m lab shell $${ARGS:+"$$ARGS"}
+
+lab-bench: bootstrap-dev ## Measure there, for each VMM, the node against the raw operations
+	@$(PYTHON) -m lab bench $(ARGS)
+
 lint: bootstrap-dev
-	@$(VENV)/bin/ruff check src tests bench examples scripts
-	@$(VENV)/bin/ruff format --check src tests bench examples scripts
+	@$(VENV)/bin/ruff check src tests bench lab examples scripts
+	@$(VENV)/bin/ruff format --check src tests bench lab examples scripts
 	@$(VENV)/bin/mypy
 
 format:
-	@$(VENV)/bin/ruff check --fix src tests bench examples scripts
-	@$(VENV)/bin/ruff format src tests bench examples scripts
+	@$(VENV)/bin/ruff check --fix src tests bench lab examples scripts
+	@$(VENV)/bin/ruff format src tests bench lab examples scripts
 
 bootstrap:
 	@scripts/bootstrap.sh

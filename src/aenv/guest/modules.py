@@ -109,10 +109,10 @@ def unsigned(module: bytes) -> bytes:
     return module[: trailer - 12 - length]
 
 
-def collect(tree: Path) -> list[Module]:
+def collect(tree: Path, required: Sequence[str] = REQUIRED, optional: Sequence[str] = OPTIONAL) -> list[Module]:
     """The guest's modules from a ``lib/modules/<release>`` directory, in load order.
 
-    Raises GuestArtifactError where a required module is neither there nor built in.
+    Raises GuestArtifactError where one of ``required`` is neither there nor built in.
     """
     files = {canonical(path.name): path for path in sorted(tree.rglob("*.ko*")) if _SUFFIX.search(path.name)}
     builtin_list = tree / "modules.builtin"
@@ -135,12 +135,12 @@ def collect(tree: Path) -> list[Module]:
             loaded[name] = Module(name, data, tuple(needs))
         return loaded[name]
 
-    missing = [name for name in REQUIRED if name not in files and name not in builtin]
+    missing = [name for name in required if name not in files and name not in builtin]
     if missing:
         raise GuestArtifactError(
             f"the kernel has no {', '.join(missing)}", hint="use a kernel with virtio drivers and its modules"
         )
-    wanted = [name for name in (*REQUIRED, *OPTIONAL) if name in files and name not in builtin]
+    wanted = [name for name in (*required, *optional) if name in files and name not in builtin]
     return [load(name) for name in load_order(wanted, lambda name: load(name).depends)]
 
 

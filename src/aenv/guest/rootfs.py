@@ -132,10 +132,10 @@ async def _bootstrap(tree: Path, codename: str, sources: list[Source], progress:
         codename, str(tree), str(listed),
     ]  # fmt: skip
     hint = "Check the network and apt's sources (`apt-get update` must work on this machine), then try again."
-    await run(argv, hint=hint, env=await _proxy_environment(), on_line=report)
+    await run(argv, hint=hint, env=await proxy_environment(), on_line=report)
 
 
-async def _proxy_environment() -> dict[str, str]:
+async def proxy_environment() -> dict[str, str]:
     """apt's proxies as environment variables: mmdebstrap's apt does not read the host's configuration."""
     shell = await run(
         ["apt-config", "shell", "http_proxy", "Acquire::http::Proxy", "https_proxy", "Acquire::https::Proxy"],

@@ -1,0 +1,195 @@
+"""``python -m lab``: runs tests in the lab, opens shells in it, keeps labs in the background.
+
+test [PYTEST ARGUMENTS]      a fresh lab runs tests (tests/lab unless paths are given) and ends
+shell [COMMAND]              a fresh lab runs a shell, or one command, and ends
+prepare                      make the disks and nothing else
+
+start NAME                   a lab in the background; what follows is for those
+sync NAME                    bring the checkout as it is now (start has done it)
+exec NAME [COMMAND]          run a shell command, or a shell
+put NAME FILE FOLDER         copy a file or folder into a folder of the lab
+get NAME FILE FOLDER         copy a file or folder out of the lab
+stop NAME, list
+"""
+
+import asyncio
+import contextlib
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from aenv.errors import AenvError
+from lab.disk import SystemDisk, ensure_system, locked
+from lab.machine import LabMachine, remove_dead
+from lab.prepare import ensure_home, environment, sync
+from lab.settings import CHECKOUT, ROOT, LabSettings
+
+LOGS = "/var/log/lab"
+TEST_TIMEOUT = 1800  # seconds for one test, unless it says otherwise
+
+
+def say(text: str) -> None:
+    print(f"lab: {text}", flush=True)
+
+
+def _disks(settings: LabSettings) -> tuple[SystemDisk, Path]:
+    system = asyncio.run(ensure_system(settings, say))
+    return system, ensure_home(settings, system, say)
+
+
+def _start(settings: LabSettings, name: str, *, background: bool) -> LabMachine:
+    system, disk = _disks(settings)
+    machine = LabMachine(settings, name)
+    with locked(settings.cache):
+        remove_dead(settings)
+        machine.start(disk, system.kernel, background=background)
+    try:
+        say("booting")
+        machine.wait()
+        sync(settings, machine.channel)
+    except BaseException:
+        machine.stop()
+        raise
+    return machine
+
+
+@contextmanager
+def fresh(settings: LabSettings) -> Iterator[LabMachine]:
+    """A lab that ends with this block."""
+    machine = _start(settings, f"run-{os.getpid()}", background=False)
+    try:
+        yield machine
+    finally:
+        machine.stop()
+
+
+def test(settings: LabSettings, arguments: list[str]) -> int:
+    if not any((ROOT / argument.split("::")[0]).exists() for argument in arguments if not argument.startswith("-")):
+        arguments = ["tests/lab", *arguments]
+    command = (
+        f"mkdir -p {LOGS} && cd {CHECKOUT} && exec .venv/bin/python -m pytest --timeout={TEST_TIMEOUT} "
+        f"--basetemp={LOGS}/pytest --junitxml={LOGS}/junit.xml {shlex.join(arguments)}"
+    )
+    with fresh(settings) as machine:
+        try:
+            return machine.channel.call(command, environment(settings))
+        finally:
+            _bring_results(settings, machine)
+
+
+def _bring_results(settings: LabSettings, machine: LabMachine) -> None:
+    """Report, logs of servers and machines, kernel log and console, over those of the last run."""
+    results = settings.results
+    # Only what a former run put there.
+    for name in ("junit.xml", "dmesg.log", "console.log", "pytest", "bench"):
+        path = results / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    results.mkdir(parents=True, exist_ok=True)
+    machine.channel.call(f"dmesg > {LOGS}/dmesg.log")
+    names = "$(find . -type f \\( -name '*.log' -o -name '*.xml' -o -name '*.json' \\) -size -65536k)"
+    machine.channel.get_tree(LOGS, names, results)
+    with contextlib.suppress(OSError):
+        shutil.copyfile(machine.console, results / "console.log")
+    say(f"report and logs are in {results}")
+
+
+def shell(settings: LabSettings, arguments: list[str]) -> int:
+    with fresh(settings) as machine:
+        return _run(settings, machine, arguments)
+
+
+def _run(settings: LabSettings, machine: LabMachine, arguments: list[str]) -> int:
+    """One argument is a shell command; several are a program and its arguments."""
+    command = arguments[0] if len(arguments) == 1 else shlex.join(arguments)
+    if not arguments:
+        return machine.channel.call(None, environment(settings))
+    return machine.channel.call(f"cd {CHECKOUT} && {{ {command}\n}}", environment(settings))
+
+
+def prepare(settings: LabSettings, arguments: list[str]) -> int:
+    system, disk = _disks(settings)
+    say(f"prepared: {disk.name} over {system.image.name}")
+    return 0 if disk != system.image else 1
+
+
+def start(settings: LabSettings, arguments: list[str]) -> int:
+    machine = _start(settings, arguments[0], background=True)
+    say(f"{machine.name} is ready; its console is {machine.console}")
+    return 0
+
+
+def execute(settings: LabSettings, arguments: list[str]) -> int:
+    return _run(settings, LabMachine(settings, arguments[0]), arguments[1:])
+
+
+def sync_again(settings: LabSettings, arguments: list[str]) -> int:
+    sync(settings, LabMachine(settings, arguments[0]).channel)
+    return 0
+
+
+def put(settings: LabSettings, arguments: list[str]) -> int:
+    name, source, target = arguments
+    path = Path(source).resolve()
+    LabMachine(settings, name).channel.put_tree(path.parent, [path.name], Path(target))
+    return 0
+
+
+def get(settings: LabSettings, arguments: list[str]) -> int:
+    name, source, target = arguments
+    path = Path(source)
+    LabMachine(settings, name).channel.get_tree(str(path.parent), shlex.quote(path.name), Path(target))
+    return 0
+
+
+def stop(settings: LabSettings, arguments: list[str]) -> int:
+    LabMachine(settings, arguments[0]).stop()
+    return 0
+
+
+def listed(settings: LabSettings, arguments: list[str]) -> int:
+    with locked(settings.cache):
+        remove_dead(settings)
+    for folder in sorted(settings.machines.iterdir()) if settings.machines.exists() else ():
+        print(f"{folder.name}  pid {LabMachine(settings, folder.name).pid()}")
+    return 0
+
+
+Verb = Callable[[LabSettings, list[str]], int]
+VERBS: dict[str, tuple[Verb, int, int]] = {  # and how many arguments it takes
+    "test": (test, 0, 1000),
+    "shell": (shell, 0, 1000),
+    "prepare": (prepare, 0, 0),
+    "start": (start, 1, 1),
+    "exec": (execute, 1, 1000),
+    "sync": (sync_again, 1, 1),
+    "put": (put, 3, 3),
+    "get": (get, 3, 3),
+    "stop": (stop, 1, 1),
+    "list": (listed, 0, 0),
+}
+
+
+def main(argv: list[str]) -> int:
+    verb, least, most = VERBS.get(argv[0] if argv else "", (None, 0, 0))
+    arguments = argv[1:]
+    if verb is None or not least <= len(arguments) <= most:
+        print(__doc__)
+        return 2
+    try:
+        return verb(LabSettings.read(), arguments)
+    except KeyboardInterrupt:
+        return 130
+    except AenvError as error:
+        say(f"error: {error}")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
