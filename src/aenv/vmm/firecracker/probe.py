@@ -1,0 +1,82 @@
+"""Whether Firecracker works here: found out by booting the guest kernel, because nothing less proves it."""
+
+import asyncio
+import json
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+from aenv.vmm.firecracker import requests
+from aenv.vmm.firecracker.binary import FirecrackerBinary
+from aenv.vmm.firecracker.options import FirecrackerOptions
+from aenv.vmm.probe import watch, without_kvm
+from aenv.vmm.protocol import Accelerator, MachineShape
+from aenv.vmm.verdict import Candidate, Memory, Verdict, key_of
+
+TIMEOUT = 8.0  # seconds that a kernel may be silent; an idle host needs 0.5 for the whole boot
+SHAPE = MachineShape(vcpus=1, memory_mib=256)
+
+
+def probe_configuration(kernel: Path, initramfs: Path) -> dict[str, object]:
+    """A VM without disk and network as Firecracker's ``--config-file`` has it. Pure.
+
+    The kernel talks from its first instruction on. Keys are the paths of the API's requests.
+    """
+    line = requests.kernel_parameters({}, FirecrackerOptions())
+    line = line.replace("quiet loglevel=4", "earlyprintk=ttyS0 loglevel=7")
+    made = {r.path: dict(r.body or {}) for r in requests.boot(line, SHAPE, None, FirecrackerOptions())}
+    source = made["/boot-source"] | {"kernel_image_path": str(kernel), "initrd_path": str(initramfs)}
+    return {"boot-source": source, "machine-config": made["/machine-config"], "entropy": {}, "drives": []}
+
+
+async def probe(binary: FirecrackerBinary, accelerator: Accelerator, kernel: Path, initramfs: Path) -> Verdict:
+    """Boot the kernel once, without disk or network, and say whether it reached user space."""
+    directory = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="aenv-probe-"))
+    began = time.monotonic()
+    try:
+        configuration = directory / "vm.json"
+        content = json.dumps(probe_configuration(kernel, initramfs))
+        await asyncio.to_thread(configuration.write_text, content)
+        argv = [
+            binary.path, "--no-api", "--config-file", str(configuration),
+            "--log-path", str(directory / "errors"), "--level", "Error",
+        ]  # fmt: skip
+        works, reason = await watch("Firecracker", argv, directory, TIMEOUT, prints_console=True)
+    finally:
+        await asyncio.to_thread(shutil.rmtree, directory, True)
+    advice = "" if works else _advice(accelerator)
+    return Verdict("firecracker", accelerator, works, reason, advice, time.monotonic() - began)
+
+
+async def remembered_probe(
+    home: Path,
+    binary: FirecrackerBinary,
+    accelerator: Accelerator,
+    kernel: Path,
+    initramfs: Path,
+    kernel_sha256: str,
+) -> Verdict:
+    """``probe``, or its verdict of earlier in this boot of the host for the same binary and kernel.
+
+    That the device is missing is not remembered: loading a module changes it.
+    """
+    candidate = Candidate("firecracker", accelerator)
+    if verdict := without_kvm(candidate):
+        return verdict
+    key = key_of((binary.identity, binary.version, kernel_sha256, requests.DEVICE_MODEL))
+    memory = Memory(home)
+    known = await asyncio.to_thread(memory.recall, candidate, key)
+    if known is None:
+        known = await probe(binary, accelerator, kernel, initramfs)
+        await asyncio.to_thread(memory.remember, known, key)
+    return known
+
+
+def _advice(accelerator: Accelerator) -> str:
+    if accelerator is Accelerator.PVM:
+        return "Mode pvm needs a host that is a PVM guest's hypervisor and a kernel made for it: see AENV_PVM_KERNEL."
+    return (
+        "This host's KVM cannot run an ordinary kernel: use a host with hardware virtualization, PVM's own kernel "
+        "(AENV_PVM_KERNEL), or QEMU's emulation (AENV_VMM=qemu)."
+    )

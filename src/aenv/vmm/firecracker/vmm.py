@@ -1,0 +1,222 @@
+"""The hypervisor boundary implemented with Firecracker: ``FirecrackerVmm`` makes VMs.
+
+How it works, what was measured and which orders matter: ``docs/internals/firecracker.md``.
+"""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import structlog
+
+from aenv.errors import VmmError
+from aenv.storage.lsmt import disk_errors
+from aenv.vmm import process, qemu_command
+from aenv.vmm.disk.protocol import DiskExporter
+from aenv.vmm.firecracker import requests
+from aenv.vmm.firecracker.api import FirecrackerApi
+from aenv.vmm.firecracker.binary import FirecrackerBinary
+from aenv.vmm.firecracker.cell import LOG, SAVE, SOCKET, Cell, OpenCell
+from aenv.vmm.firecracker.options import FirecrackerOptions
+from aenv.vmm.firecracker.record import Record
+from aenv.vmm.firecracker.vm import FirecrackerVm, tail
+from aenv.vmm.probe import host_cpu
+from aenv.vmm.protocol import Accelerator, Fingerprint, MachineShape, NetworkAttachment
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+ADOPT_TIMEOUT = 30.0  # seconds until a process that was found counts as hung
+LAUNCH_TIMEOUT = 30.0  # seconds until a new process answers; 10 ms on an idle host
+LONGEST_SOCKET = 107  # bytes of a Unix socket's path, unix(7)
+
+
+def fingerprint(binary: FirecrackerBinary, accelerator: Accelerator, kernel_sha256: str) -> Fingerprint:
+    """What snapshots made with this binary on this host depend on."""
+    machine = f"{requests.DEVICE_MODEL}; snapshots {binary.snapshot_version}"
+    return Fingerprint("firecracker", binary.version, accelerator, host_cpu(), machine, kernel_sha256)
+
+
+def command(binary: FirecrackerBinary, vm_id: str, directory: Path) -> list[str]:
+    """The command line. Seccomp filters are on unless one says otherwise; the name is what ``_sweep`` looks for."""
+    name = qemu_command.process_name(vm_id)
+    logging = ["--log-path", str(directory / LOG), "--level", "Warn", "--show-level"]
+    return [binary.path, "--id", name, "--api-sock", str(directory / SOCKET), *logging]
+
+
+class FirecrackerVmm:
+    """Firecracker as configured and probed on this node."""
+
+    def __init__(
+        self,
+        home: Path,
+        runtime: Path,
+        binary: FirecrackerBinary,
+        fingerprint: Fingerprint,
+        kernel: Path,
+        initramfs: Path,
+        exporter: DiskExporter,
+        options: FirecrackerOptions,
+    ) -> None:
+        self._home = home
+        self._runtime = runtime
+        self._binary = binary
+        self._fingerprint = fingerprint
+        self._kernel = kernel
+        self._initramfs = initramfs
+        self._exporter = exporter
+        self._options = options
+        # Blocking work is short and mostly in the kernel; a fork of 16 should not queue behind 4 captures.
+        self._executor = ThreadPoolExecutor(max_workers=8, thread_name_prefix="vmm")
+
+    @property
+    def binary(self) -> FirecrackerBinary:
+        return self._binary
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        return self._fingerprint
+
+    async def spawn(self, vm_id: str, shape: MachineShape, network: NetworkAttachment) -> FirecrackerVm:
+        directory = self._directory(vm_id)
+        if len(os.fsencode(directory / SOCKET)) > LONGEST_SOCKET:
+            raise VmmError(f"The path {directory} is too long for sockets.", "Set AENV_RUNTIME to a shorter path.")
+        cell = self._cell(vm_id)
+        pid = await self._blocking(self._launch, vm_id, cell, network)
+        proc = process.Process(pid)
+        api = FirecrackerApi(directory / SOCKET)
+        record = Record(
+            pid, proc.start, shape.vcpus, shape.memory_mib, network.netns, network.tap, network.mac
+        )  # fmt: skip
+        vm = FirecrackerVm(
+            vm_id, directory, self._console(vm_id), record, proc, api, cell,
+            self._exporter, None, self._options, self._executor,
+        )  # fmt: skip
+        try:
+            saved = self._blocking(record.write, directory)
+            try:
+                await self._answering(vm, api)
+            finally:
+                await saved
+            await self._blocking(cell.enclose)
+            return vm
+        except BaseException:
+            await asyncio.shield(vm.kill())
+            raise
+
+    async def boot(
+        self,
+        vm_id: str,
+        shape: MachineShape,
+        network: NetworkAttachment,
+        disk: Path,
+        parameters: Mapping[str, str],
+    ) -> FirecrackerVm:
+        line = requests.kernel_parameters(parameters, self._options)
+        vm = await self.spawn(vm_id, shape, network)
+        try:
+            await vm.boot(line, self._kernel, self._initramfs, disk)
+            return vm
+        except BaseException:
+            await asyncio.shield(vm.kill())
+            raise
+
+    async def adopt(self, vm_id: str) -> FirecrackerVm | None:
+        directory = self._directory(vm_id)
+        record = await self._blocking(Record.read, directory)
+        try:
+            proc = process.Process(record.pid, record.start) if record else None
+        except ProcessLookupError:
+            proc = None
+        if record is None or proc is None:
+            await self._sweep(vm_id)
+            return None
+        api = FirecrackerApi(directory / SOCKET)
+        try:
+            await api.send(requests.describe(), ADOPT_TIMEOUT)
+            export = await self._exporter.adopt(vm_id, directory) if record.disk else None
+            if record.disk and export is None:
+                raise VmmError("its disk is gone")
+        except VmmError as error:
+            if proc.alive:
+                log.error("ending a VM that cannot be taken over", vm=vm_id, pid=proc.pid, error=str(error))
+                proc.send(signal.SIGKILL)
+            api.close()
+            await proc.wait()
+            await self._sweep(vm_id)
+            return None
+        return FirecrackerVm(
+            vm_id, directory, self._console(vm_id), record, proc, api, self._cell(vm_id),
+            self._exporter, export, self._options, self._executor,
+        )  # fmt: skip
+
+    def known(self) -> list[str]:
+        try:
+            return sorted(entry.name for entry in (self._runtime / "vms").iterdir())
+        except FileNotFoundError:
+            return []
+
+    def close(self) -> None:
+        """End the worker threads. VMs are not touched."""
+        self._executor.shutdown(wait=False)
+
+    async def _answering(self, vm: FirecrackerVm, api: FirecrackerApi) -> None:
+        """Until a new process answers, or VmmError with what it said when it ended before that."""
+        ended, ready = asyncio.create_task(vm.wait()), asyncio.create_task(api.ready(LAUNCH_TIMEOUT))
+        try:
+            await asyncio.wait({ended, ready}, return_when=asyncio.FIRST_COMPLETED)
+            if not ready.done() or ready.exception():
+                said = await self._blocking(vm.errors) or await self._blocking(tail, vm.console)
+                status = f"exit status {ended.result()}" if ended.done() else "it runs"
+                raise VmmError(f"Firecracker did not start ({status}): {said or ready.exception()}")
+        finally:
+            ended.cancel()
+            ready.cancel()
+            await asyncio.gather(ended, ready, return_exceptions=True)
+
+    def _launch(self, vm_id: str, cell: Cell, network: NetworkAttachment) -> int:
+        directory, console = self._directory(vm_id), self._console(vm_id)
+        with disk_errors(directory), contextlib.ExitStack() as stack:
+            try:
+                directory.mkdir(parents=True)
+            except FileExistsError as error:
+                raise VmmError(f"VM {vm_id} exists already.") from error
+            stack.callback(shutil.rmtree, directory, True)
+            console.parent.mkdir(parents=True, exist_ok=True)
+            (directory / SOCKET).parent.mkdir()
+            for name in (SAVE, LOG):
+                (directory / name).touch()
+            pid = cell.launch(command(self._binary, vm_id, directory), network.netns, console)
+            stack.pop_all()
+            return pid
+
+    async def _sweep(self, vm_id: str) -> None:
+        """Remove what a VM left behind; also a process that started when the server died before noting its pid."""
+        directory = self._directory(vm_id)
+        if not await self._blocking(directory.exists):
+            return
+        for pid in await self._blocking(process.find_by_argument, qemu_command.process_name(vm_id)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if export := await self._exporter.adopt(vm_id, directory):
+            await export.close()
+        await self._blocking(self._cell(vm_id).close)
+        await self._blocking(shutil.rmtree, directory, True)
+
+    def _cell(self, vm_id: str) -> Cell:
+        return OpenCell(self._directory(vm_id))
+
+    def _directory(self, vm_id: str) -> Path:
+        return self._runtime / "vms" / vm_id
+
+    def _console(self, vm_id: str) -> Path:
+        return self._home / "vms" / vm_id / "console.log"
+
+    def _blocking(self, function: Callable[..., T], *arguments: Any) -> "asyncio.Future[T]":
+        return asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
