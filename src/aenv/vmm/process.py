@@ -3,18 +3,26 @@
 import asyncio
 import contextlib
 import ctypes
+import fcntl
 import os
 import signal
+import socket
+import struct
 import subprocess
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from aenv.errors import VmmError
 
 CLONE_NEWNET = 0x40000000  # namespaces(7)
 NETNS_DIRECTORY = Path("/run/netns")
+TUN_DEVICE = "/dev/net/tun"
+TUNSETIFF, TUNSETOWNER = 0x400454CA, 0x400454CC  # linux/if_tun.h
+IFF_TAP, IFF_NO_PI, IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
 _libc = ctypes.CDLL(None, use_errno=True)
+T = TypeVar("T")
 
 
 def start_time(pid: int) -> int | None:
@@ -27,32 +35,37 @@ def start_time(pid: int) -> int | None:
     return None if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
-@contextlib.contextmanager
-def _entered(netns: str) -> Iterator[None]:
-    """This thread, and what it starts, in another network namespace. Not for the event loop's thread."""
-    assert threading.current_thread() is not threading.main_thread()
-    home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+def apart(work: Callable[[], T]) -> T:
+    """Call ``work`` in a thread that ends with it, whatever it did to itself: namespaces, user, rights."""
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="apart")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def enter_network(netns: str) -> None:
+    """This thread, and what it starts, in another network namespace for good. Only in ``apart``."""
     try:
-        try:
-            target = os.open(NETNS_DIRECTORY / netns, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise VmmError(f"Network namespace {netns!r} cannot be entered: {error}.") from error
-        try:
-            _setns(target)
-        finally:
-            os.close(target)
-        try:
-            yield
-        finally:
-            _setns(home)
+        target = os.open(NETNS_DIRECTORY / netns, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise VmmError(f"Network namespace {netns!r} cannot be entered: {error}.") from error
+    try:
+        if _libc.setns(target, CLONE_NEWNET):
+            code = ctypes.get_errno()
+            raise VmmError(f"setns failed: {os.strerror(code)}.")
     finally:
-        os.close(home)
-
-
-def _setns(fd: int) -> None:
-    if _libc.setns(fd, CLONE_NEWNET):
-        code = ctypes.get_errno()
-        raise VmmError(f"setns failed: {os.strerror(code)}.")
+        os.close(target)
 
 
 def launch(
@@ -63,36 +76,78 @@ def launch(
     *,
     output: Path | None = None,
     directory: Path = Path("/"),
+    prepare: Callable[[], None] | None = None,
 ) -> int:
     """Start a process in its own session with nothing of ours attached; its pid. Call in a worker thread.
 
     What it prints is appended to ``errors``, its standard output to ``output`` where that is given. It works in
-    ``directory``.
+    ``directory``. ``prepare`` is called in the thread that starts it, which then ends.
 
-    The thread enters the namespace, and the child inherits that: unlike ``nsenter`` this needs no second exec, and
-    unlike ``preexec_fn`` it lets ``subprocess`` use vfork, which does not copy the server's page tables.
+    That thread enters the namespace, and the child inherits that and what ``prepare`` did: unlike ``nsenter`` or
+    ``setpriv`` this needs no second exec, and unlike ``preexec_fn`` it lets ``subprocess`` use vfork, which does not
+    copy the server's page tables.
     """
-    with contextlib.ExitStack() as stack:
-        if netns is not None:
-            stack.enter_context(_entered(netns))
-        log = stack.enter_context(errors.open("ab"))
-        out = stack.enter_context(output.open("ab")) if output else log
-        try:
-            process = subprocess.Popen(
-                argv,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=log,
-                pass_fds=tuple(pass_fds),
-                start_new_session=True,
-                cwd=directory,
-                env={"PATH": os.environ.get("PATH", "/usr/sbin:/usr/bin:/sbin:/bin"), "LANG": "C"},
-            )
-        except OSError as error:
-            raise VmmError(f"{argv[0]} cannot be started: {error}.", "Is it installed?") from error
+
+    def start() -> subprocess.Popen[bytes]:
+        with contextlib.ExitStack() as stack:
+            log = stack.enter_context(errors.open("ab"))
+            out = stack.enter_context(output.open("ab")) if output else log
+            if netns is not None:
+                enter_network(netns)
+            if prepare is not None:
+                prepare()
+            try:
+                return subprocess.Popen(
+                    argv,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=log,
+                    pass_fds=tuple(pass_fds),
+                    start_new_session=True,
+                    cwd=directory,
+                    env={"PATH": os.environ.get("PATH", "/usr/sbin:/usr/bin:/sbin:/bin"), "LANG": "C"},
+                )
+            except OSError as error:
+                raise VmmError(f"{argv[0]} cannot be started: {error}.", "Is it installed?") from error
+
+    process = apart(start)
     # ``Process`` reaps it; Popen must neither do that nor warn that nobody did.
     process.returncode = 0
     return process.pid
+
+
+def open_tap(netns: str, name: str) -> int:
+    """A descriptor of the tap device of that name in a network namespace, for a VMM that may not open it itself.
+
+    Raises VmmError. The device has virtio-net headers, one queue, and exists already.
+    """
+
+    def attach() -> int:
+        enter_network(netns)
+        fd = os.open(TUN_DEVICE, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            socket.if_nametoindex(name)  # TUNSETIFF would make one
+            fcntl.ioctl(fd, TUNSETIFF, struct.pack("16sH22x", name.encode(), IFF_TAP | IFF_NO_PI | IFF_VNET_HDR))
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    try:
+        return apart(attach)
+    except OSError as error:
+        raise VmmError(f"The tap device {name} of {netns} cannot be used: {error}.") from error
+
+
+def give_tap(netns: str, name: str, user: int) -> None:
+    """Let a user without rights open the tap device by its name. Raises VmmError."""
+    fd = open_tap(netns, name)
+    try:
+        fcntl.ioctl(fd, TUNSETOWNER, user)
+    except OSError as error:
+        raise VmmError(f"The tap device {name} of {netns} cannot be given away: {error}.") from error
+    finally:
+        os.close(fd)
 
 
 def find_by_argument(argument: str) -> list[int]:

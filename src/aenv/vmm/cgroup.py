@@ -1,0 +1,232 @@
+"""Control groups of VM processes: one for each VM, below one of the node. Version 2, version 1, and both together.
+
+``<hierarchy>/<parent>/aenv-<node>/<vm>``. Which hierarchy has which controller is read from the mounts, so a host
+where some controllers are version 1's and others version 2's is nothing special. What is missing is reported once, as
+a sentence for the operator, and left out from then on. All functions block for some tenths of a millisecond.
+"""
+
+import contextlib
+import errno
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from aenv.errors import VmmError
+from aenv.vmm.cgroup_limits import (
+    CONTROLLERS,
+    MOST_SHARES,
+    MOST_WEIGHT,
+    SHARES,
+    V1_NAMES,
+    WEIGHT,
+    IoLimits,
+    Limits,
+    settings,
+)
+
+MOUNTS = Path("/proc/self/mountinfo")
+REHEARSAL = "rehearsal"
+HOST = "aenv-host"  # where processes go that stand in the way of version 2's controllers
+REMOVE_TIMEOUT = 2.0  # seconds until the last process of a group is off it; it has ended already
+BLOCK_DEVICES = Path("/sys/dev/block")
+
+
+@dataclass(frozen=True, slots=True)
+class Hierarchy:
+    """One mounted tree of control groups."""
+
+    version: int
+    root: Path
+
+
+def find_hierarchies(mountinfo: str) -> dict[str, Hierarchy]:
+    """Which hierarchy has each of ``CONTROLLERS``, from the text of proc_pid_mountinfo(5).
+
+    One that version 1 has mounted is not in version 2, whatever that says. Reads ``cgroup.controllers`` of version 2.
+    """
+    found: dict[str, Hierarchy] = {}
+    unified: Path | None = None
+    for line in mountinfo.splitlines():
+        fields = line.split(" ")
+        if "-" not in fields:
+            continue
+        kind, _, options = fields[fields.index("-") + 1 :][:3]
+        point = Path(fields[4].encode().decode("unicode_escape"))
+        if kind == "cgroup2":
+            unified = unified or point
+        elif kind == "cgroup":
+            for name in CONTROLLERS:
+                if V1_NAMES[name] in options.split(","):
+                    found.setdefault(name, Hierarchy(1, point))
+    if unified is not None:
+        with contextlib.suppress(OSError):
+            for name in (unified / "cgroup.controllers").read_text().split():
+                if name in CONTROLLERS:
+                    found.setdefault(name, Hierarchy(2, unified))
+    return found
+
+
+def whole_disk(path: Path, devices: Path = BLOCK_DEVICES) -> str | None:
+    """``major:minor`` of the disk that holds ``path`` (limits are of disks, not of partitions); None if none does."""
+    number = path.stat().st_dev
+    device = devices / f"{os.major(number)}:{os.minor(number)}"
+    if not device.exists():
+        return None
+    device = device.resolve()
+    if (device / "partition").exists():
+        device = device.parent
+    return (device / "dev").read_text().strip()
+
+
+class Cgroups:
+    """Groups of one node's VMs. ``find`` makes it; ``prepare`` it before the first ``create``."""
+
+    def __init__(self, controllers: dict[str, Hierarchy], group: str, files: Path, io: IoLimits) -> None:
+        """``group``: path of the node's group below each root. ``files``: a folder on the disk that ``io`` is of."""
+        self._controllers = controllers
+        self._group = group
+        self._files = files
+        self._device = whole_disk(files) if io.any else None
+        self._refused: set[str] = set()  # files that this kernel does not have, or not for us
+
+    @classmethod
+    def find(cls, group: str, files: Path, io: IoLimits) -> "Cgroups":
+        return cls(find_hierarchies(MOUNTS.read_text()), group, files, io)
+
+    def prepare(self, example: Limits) -> list[str]:
+        """Make the node's group, and try ``example`` on one below it; what of it does not hold here, as sentences."""
+        gaps = []
+        if example.io.any and self._device is None:
+            gaps.append(f"no io limits: the file system of {self._files} is not on one disk")
+        gaps += [
+            f"no {name} limit: this kernel has no control group for it, or none is mounted"
+            for name in example.needs()
+            if name not in self._controllers
+        ]
+        for hierarchy in self._hierarchies():
+            names = [name for name in CONTROLLERS if self._controllers.get(name) == hierarchy]
+            try:
+                self._open(hierarchy, names)
+                self._folder(hierarchy, REHEARSAL).mkdir(exist_ok=True)
+            except OSError as error:
+                for name in names:
+                    del self._controllers[name]
+                gaps += [f"no {name} limit: {_reason(error)}" for name in names if name in example.needs()]
+        for name, hierarchy in self._controllers.items():
+            for file, text in settings(example, name, hierarchy.version, self._device).items():
+                try:
+                    (self._folder(hierarchy, REHEARSAL) / file).write_text(text)
+                except OSError as error:
+                    self._refused.add(file)
+                    gaps.append(f"no limit {file}: {_reason(error)}")
+        self.remove(REHEARSAL)
+        return gaps
+
+    def _open(self, hierarchy: Hierarchy, names: list[str]) -> None:
+        folder = hierarchy.root
+        for part in ("", *Path(self._group).parts):
+            folder /= part
+            folder.mkdir(exist_ok=True)
+            if hierarchy.version == 2:
+                _enable(folder, names)
+        if "cpu" in names:
+            # All VMs together weigh as much as one task of the host on each processor: see confinement.md.
+            cpus = os.cpu_count() or 1
+            file, value = ("cpu.shares", SHARES) if hierarchy.version == 1 else ("cpu.weight", WEIGHT)
+            (folder / file).write_text(str(min(MOST_SHARES if hierarchy.version == 1 else MOST_WEIGHT, value * cpus)))
+
+    def create(self, name: str, limits: Limits) -> None:
+        """Make the group of a VM. Raises VmmError."""
+        try:
+            for hierarchy in self._hierarchies():
+                self._folder(hierarchy, name).mkdir(exist_ok=True)
+            for controller, hierarchy in self._controllers.items():
+                folder = self._folder(hierarchy, name)
+                for file, text in settings(limits, controller, hierarchy.version, self._device).items():
+                    if file not in self._refused:
+                        (folder / file).write_text(text)
+        except OSError as error:
+            self.remove(name)
+            raise VmmError(f"The control group of VM {name} cannot be made: {_reason(error)}.") from error
+
+    def enter(self, name: str, pid: int) -> None:
+        """Put a process with all its threads into the group of a VM. Raises VmmError."""
+        for hierarchy in self._hierarchies():
+            try:
+                (self._folder(hierarchy, name) / "cgroup.procs").write_text(str(pid))
+            except ProcessLookupError:
+                return  # it has ended, and whoever waits for it will say why
+            except OSError as error:
+                raise VmmError(f"VM {name} cannot be put into its control group: {_reason(error)}.") from error
+
+    def remove(self, name: str, timeout: float = REMOVE_TIMEOUT) -> None:
+        """Remove the group of a VM whose process has ended; nothing happens when there is none."""
+        deadline = time.monotonic() + timeout
+        for hierarchy in self._hierarchies():
+            folder = self._folder(hierarchy, name)
+            while True:
+                try:
+                    folder.rmdir()
+                except OSError as error:
+                    # A process counts until it has let go of its memory, which is after its end is reported.
+                    if error.errno == errno.EBUSY and time.monotonic() < deadline:
+                        time.sleep(0.002)
+                        continue
+                break
+
+    def names(self) -> list[str]:
+        """VMs that have a group."""
+        found: set[str] = set()
+        for hierarchy in self._hierarchies():
+            with contextlib.suppress(OSError):
+                found.update(entry.name for entry in (hierarchy.root / self._group).iterdir() if entry.is_dir())
+        return sorted(found)
+
+    def folders(self, name: str) -> list[Path]:
+        """Where the group of a VM is, in each hierarchy."""
+        return [self._folder(hierarchy, name) for hierarchy in self._hierarchies()]
+
+    def _hierarchies(self) -> list[Hierarchy]:
+        return list(dict.fromkeys(self._controllers.values()))
+
+    def _folder(self, hierarchy: Hierarchy, name: str) -> Path:
+        return hierarchy.root / self._group / name
+
+
+def _enable(folder: Path, names: Iterable[str]) -> None:
+    """Let the children of a version 2 group have these controllers."""
+    control = folder / "cgroup.subtree_control"
+    missing = set(names) - set(control.read_text().split())
+    if not missing:
+        return
+    text = " ".join(f"+{name}" for name in sorted(missing))
+    try:
+        control.write_text(text)
+    except OSError as error:
+        # Only a host's very root may have both processes and controllers for its children. In a container what looks
+        # like the root is not, and the server and what else runs there moves aside, as engines in containers do it.
+        if error.errno != errno.EBUSY:
+            raise
+        _clear(folder)
+        control.write_text(text)
+
+
+def _clear(folder: Path) -> None:
+    aside = folder / HOST
+    aside.mkdir(exist_ok=True)
+    for _ in range(10):  # while it is done, what is still there starts others
+        pids = (folder / "cgroup.procs").read_text().split()
+        if not pids:
+            return
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                (aside / "cgroup.procs").write_text(pid)
+
+
+def _reason(error: OSError) -> str:
+    where = f" ({error.filename})" if error.filename else ""
+    if error.errno == errno.EROFS:
+        return f"the control groups are mounted read-only{where}"
+    return f"{error.strerror or error}{where}"

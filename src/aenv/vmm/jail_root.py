@@ -1,0 +1,212 @@
+"""What a confined process sees as its file system: an empty root, and in it what it is given while it runs.
+
+Everything is done to the process from outside, by threads that enter its mount namespace for some system calls. So a
+VMM starts with the host's files in view, loads its libraries, and loses them before it meets anything of a guest; and
+files can appear at paths of its choice later. All of it ends with the namespace, that is with the process.
+"""
+
+import contextlib
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from aenv.errors import VmmError
+from aenv.vmm import jail_calls as calls
+
+T = TypeVar("T")
+
+ROOT_OPTIONS = "size=256k,nr_inodes=4096,mode=755"  # it holds mount points only
+ROOT_FLAGS = calls.MS_NOSUID | calls.MS_NODEV | calls.MS_NOEXEC
+DEVICES = "/dev"
+DEVICE_OPTIONS = "size=64k,nr_inodes=64,mode=755"
+DEVICE_FLAGS = calls.MS_NOSUID | calls.MS_NOEXEC
+READABLE = 0o444
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A file, folder or device of the host that a confined process may use.
+
+    It appears at ``inside``, by default at the path that it has on the host. A folder is never writable. A device
+    gets a node of its own, always writable, and must be below ``/dev``.
+    """
+
+    source: Path
+    inside: str | None = None
+    writable: bool = False
+
+    @property
+    def path(self) -> str:
+        """Where a confined process finds it."""
+        return self.inside or str(self.source)
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What is at a path. The same inode of the host with the same rights needs no mount again.
+
+    Of a device: its number, and no inode.
+    """
+
+    device: int
+    inode: int
+    writable: bool
+
+
+@dataclass(slots=True)
+class OpenShare:
+    """A share that was opened on the host's side: ``tree`` is a detached mount of it, or -1 for a device."""
+
+    path: str
+    content: Content
+    mode: int
+    number: int  # of a device
+    tree: int = -1
+
+
+@contextlib.contextmanager
+def opened(shares: Iterable[Share], user: int | None, present: dict[str, Content]) -> Iterator[list[OpenShare]]:
+    """What is not ``present`` already, with the rights that ``user`` needs; closed at the end. Raises OSError.
+
+    A file that is given to be written becomes the user's. One that is given to be read becomes the server's again,
+    and readable by everybody who gets at it: its folders let nobody in.
+    """
+    found: list[OpenShare] = []
+    with contextlib.ExitStack() as stack:
+        for share in shares:
+            file = os.open(share.source, os.O_PATH | os.O_CLOEXEC)
+            stack.callback(os.close, file)
+            status = os.fstat(file)
+            special = stat.S_ISCHR(status.st_mode) or stat.S_ISBLK(status.st_mode)
+            writable = special or (share.writable and not stat.S_ISDIR(status.st_mode))
+            if user is not None and stat.S_ISREG(status.st_mode):
+                _hand_over(file, status, user if writable else None)
+            content = Content(status.st_dev, status.st_ino, writable)
+            if special:
+                content = Content(status.st_rdev, 0, True)
+            if present.get(share.path) == content:
+                continue
+            entry = OpenShare(share.path, content, status.st_mode, status.st_rdev)
+            if not special:
+                entry.tree = calls.clone_mount(file, writable=writable)
+                stack.callback(os.close, entry.tree)
+            found.append(entry)
+        yield found
+
+
+def _hand_over(file: int, status: os.stat_result, user: int | None) -> None:
+    name = Path(f"/proc/self/fd/{file}")  # chown(2) and chmod(2) do not take what was opened with O_PATH
+    owner = os.geteuid() if user is None else user
+    if status.st_uid != owner:
+        os.chown(name, owner, os.getegid() if user is None else user)
+    if user is None and status.st_mode & READABLE != READABLE:
+        name.chmod(stat.S_IMODE(status.st_mode) | READABLE)
+    elif user is not None and stat.S_IMODE(status.st_mode) & 0o777 != 0o600:
+        name.chmod(0o600)
+
+
+def empty_root(mount_point: str) -> None:
+    """Give the calling thread's namespace, and all processes in it, an empty root.
+
+    ``mount_point`` is a folder of the present root, of which nothing is left.
+    """
+    calls.mount_tmpfs(mount_point, ROOT_FLAGS, ROOT_OPTIONS)
+    os.chdir(mount_point)
+    calls.pivot_to_working_directory()
+    Path(DEVICES).mkdir()
+    calls.mount_tmpfs(DEVICES, DEVICE_FLAGS, DEVICE_OPTIONS)
+
+
+def place(shares: Iterable[OpenShare], user: int | None) -> None:
+    """Put shares where they belong, over what was there. In the namespace of the process."""
+    for share in shares:
+        target = Path(share.path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if share.tree < 0:
+            target.unlink(missing_ok=True)
+            os.mknod(share.path, stat.S_IFMT(share.mode) | 0o600, share.number)
+            if user is not None:
+                os.chown(share.path, user, user)
+            continue
+        calls.detach(share.path)
+        if stat.S_ISDIR(share.mode):
+            target.mkdir(exist_ok=True)
+        else:
+            target.touch(0)
+        calls.attach(share.tree, share.path)
+
+
+def take_away(paths: Iterable[str]) -> None:
+    """The reverse. What is open stays open. In the namespace of the process."""
+    for path in map(Path, paths):
+        calls.detach(str(path))
+        with contextlib.suppress(OSError):
+            if path.is_dir():
+                path.rmdir()
+            else:
+                path.unlink()
+            for folder in path.parents:
+                folder.rmdir()  # until one has something else in it
+
+
+def contents(pid: int) -> dict[str, Content]:
+    """What a process has been given, as the kernel knows it. Raises OSError when the process is gone."""
+    found: dict[str, Content] = {}
+    for line in Path(f"/proc/{pid}/mountinfo").read_text().splitlines():
+        fields = line.split(" ")
+        path = fields[4].encode().decode("unicode_escape")
+        if path not in ("/", DEVICES):
+            status = Path(f"/proc/{pid}/root{path}").stat()
+            found[path] = Content(status.st_dev, status.st_ino, "rw" in fields[5].split(","))
+    base = Path(f"/proc/{pid}/root")
+    for node in (base / DEVICES.lstrip("/")).rglob("*"):
+        if node.is_char_device() or node.is_block_device():
+            found[f"/{node.relative_to(base)}"] = Content(node.stat().st_rdev, 0, True)
+    return found
+
+
+def is_enclosed(pid: int) -> bool:
+    """Whether the root of a process is another one than this thread's. Raises OSError when it is gone."""
+    its, ours = Path(f"/proc/{pid}/root/").stat(), Path("/").stat()
+    return (its.st_dev, its.st_ino) != (ours.st_dev, ours.st_ino)
+
+
+class Visitors:
+    """Threads that enter the mount namespaces of processes and come back. One object for all VMs of a server."""
+
+    def __init__(self) -> None:
+        self._home = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+        self._number = os.fstat(self._home).st_ino
+        # Two: the calls never wait, but one thread would make a queue of a fork of many.
+        self._threads = ThreadPoolExecutor(2, "jail", initializer=_prepare_thread)
+
+    def inside(self, pid: int, pidfd: int, work: Callable[[], T]) -> T:
+        """Call ``work`` in the mount namespace of a process. It must open and import nothing of the host's files.
+
+        Raises VmmError when the process is gone, or has no namespace of its own.
+        """
+
+        def visit() -> T:
+            # Were the pid another process's by now, the next line would find that ``pidfd`` has ended.
+            if Path(f"/proc/{pid}/ns/mnt").stat().st_ino == self._number:
+                raise VmmError(f"Process {pid} has no mount namespace of its own.")
+            with calls.visit(pidfd, self._home):
+                return work()
+
+        try:
+            return self._threads.submit(visit).result()
+        except (ProcessLookupError, FileNotFoundError) as error:
+            raise VmmError(f"Process {pid} is gone.") from error
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        os.close(self._home)
+
+
+def _prepare_thread() -> None:
+    calls.own_directories()
+    os.umask(0o022)
