@@ -16,16 +16,21 @@ from aenv.vmm import qemu_command
 from aenv.vmm.qmp import QmpClient, QmpCommandError
 
 FindRoot = Callable[[], Awaitable[tuple[str, Path]]]
+Show = Callable[[Path, bool], Awaitable[None]]
 
 
 class QmpDisk:
     """Operations on the root disk of one process that speaks QMP. Its guest may run."""
 
-    def __init__(self, qmp: QmpClient, root: FindRoot, owner: str) -> None:
-        """``root`` finds name and file of the writable node; ``owner`` is who is spoken of in errors."""
+    def __init__(self, qmp: QmpClient, root: FindRoot, owner: str, show: Show | None = None) -> None:
+        """``root`` finds name and file of the writable node; ``owner`` is who is spoken of in errors.
+
+        ``show`` lets the process get at a file that it is about to open, to be written or not.
+        """
         self._qmp = qmp
         self._find_root = root
         self._owner = owner
+        self._show = show
 
     async def path(self) -> Path:
         """The file that writes go to now."""
@@ -38,6 +43,8 @@ class QmpDisk:
         fresh = f"{qemu_command.ROOT_NODE}-{int(number) + 1 if number.isdigit() else 1}"
         await asyncio.to_thread(qcow2.create_overlay, overlay, current)
         try:
+            if self._show is not None:
+                await self._show(overlay, True)
             # backing null: the running node becomes the backing, not a second open of the same file.
             add = self._qmp.send("blockdev-add", qemu_command.disk_node(overlay, fresh, "qcow2", backing=None))
             swap = self._qmp.send("blockdev-snapshot", {"node": node, "overlay": fresh})
@@ -57,6 +64,8 @@ class QmpDisk:
         if len(names) != 1:
             raise VmmError(f"{self._owner} has {len(names)} nodes for its root disk {current}.")
         fresh = f"{qemu_command.BACKING_NODE}-{uuid.uuid4().hex[:8]}"
+        if self._show is not None:
+            await self._show(backing, False)
         await self._qmp.execute("blockdev-add", qemu_command.backing_node(backing, fresh))
         try:
             options = qemu_command.disk_node(current, node, "qcow2", file=names[0], backing=fresh)
