@@ -73,6 +73,22 @@ class RepositorySettings(BaseModel):
         return self
 
 
+class LimitSettings(BaseModel):
+    """What one sandbox may use of the host; 0: as much as it can.
+
+    Firecracker limits its own devices. QEMU's disk is limited by its control group, its network is not.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    disk_bandwidth: int = Field(default=0, ge=0, description="Read and written, MiB per second")
+    disk_operations: int = Field(default=0, ge=0, description="Reads and writes per second")
+    download_bandwidth: int = Field(default=0, ge=0, description="Received from the network, MiB per second")
+    download_packets: int = Field(default=0, ge=0, description="Received from the network, packets per second")
+    upload_bandwidth: int = Field(default=0, ge=0, description="Sent to the network, MiB per second")
+    upload_packets: int = Field(default=0, ge=0, description="Sent to the network, packets per second")
+
+
 class Settings(BaseSettings):
     """One node's settings. Sizes are MiB, times are seconds, unless a name says otherwise.
 
@@ -96,12 +112,22 @@ class Settings(BaseSettings):
     vmm: Literal["auto", "firecracker", "qemu"] = Field(
         "auto", description="Hypervisor; auto picks the best that works"
     )
-    accelerator: Literal["auto", "kvm", "pvm", "tcg"] = Field(
-        "auto", description="auto probes by booting the kernel"
-    )
+    accelerator: Literal["auto", "kvm", "pvm", "tcg"] = Field("auto", description="auto probes by booting the kernel")
     qemu: str = Field("qemu-system-x86_64", description="QEMU system emulator, 10 or newer")
     firecracker: str = Field("firecracker", description="Firecracker, one of its two newest releases")
     pvm_kernel: Path | None = Field(None, description="Guest kernel made for PVM hosts (ELF); needed for pvm")
+    disk_export: Literal["auto", "ublk", "fuse"] = Field(
+        "auto", description="How Firecracker gets a sandbox's disk; auto takes ublk where the kernel has it"
+    )
+    jail: Literal["auto", "on", "off"] = Field(
+        "auto", description="Confinement of hypervisor processes; auto goes on with what this host allows"
+    )
+    jail_first_user: int = Field(
+        1_880_000_000, ge=1000, le=4_000_000_000, description="First of the user ids, one for each running sandbox"
+    )
+    jail_users: int = Field(65_536, ge=16, le=1 << 24, description="How many user ids")
+    cgroup: str = Field("", description="Control group below which the node makes its own, from a hierarchy's root")
+    limits: LimitSettings = Field(default_factory=LimitSettings, description="What one sandbox may use of the host")
     kernel: Path | None = Field(None, description="Guest kernel (ELF); taken from its package when unset")
     envd: Path | None = Field(None, description="Guest daemon binary; found beside the package when unset")
 
