@@ -3,7 +3,7 @@
 //! L2 tables are cached in slices of 512 entries, as much of the disk as 32 MiB in clusters of 64 KiB. A slice without
 //! entries takes no memory, and most of those of a thin layer have none.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::fs::File;
 use std::io;
@@ -26,9 +26,15 @@ const MAX_SLICES: usize = 1024; // 4 MiB of memory for one layer, 32 GiB of disk
 pub struct Handle {
     pub file: File,
     pub path: PathBuf,
+    /// Whether the page cache cannot be read without waiting.
+    pub waits: Cell<bool>,
 }
 
 impl Handle {
+    pub fn new(file: File, path: &Path) -> Rc<Handle> {
+        Rc::new(Handle { file, path: path.to_path_buf(), waits: Cell::new(false) })
+    }
+
     pub fn fd(&self) -> RawFd {
         self.file.as_raw_fd()
     }
@@ -58,7 +64,7 @@ impl Qcow {
             return Err(invalid(format!("{}: its L1 table is cut off", path.display())));
         }
         let l1 = bytes.chunks_exact(8).map(|b| u64::from_be_bytes(b.try_into().expect("8 bytes"))).collect();
-        let handle = Rc::new(Handle { file, path: path.to_path_buf() });
+        let handle = Handle::new(file, path);
         Ok(Qcow { handle, header, l1, slices: RefCell::new(HashMap::new()) })
     }
 
@@ -196,7 +202,7 @@ pub fn open_chain(path: &Path, format: &str) -> io::Result<Vec<Rc<Layer>>> {
         let layer = match format.as_str() {
             "raw" => {
                 let size = crate::system::length(&file).map_err(named)?;
-                Layer::Raw { handle: Rc::new(Handle { file, path: path.clone() }), size }
+                Layer::Raw { handle: Handle::new(file, &path), size }
             }
             "qcow2" => {
                 let qcow = Qcow::open(file, &path)?;
