@@ -57,10 +57,12 @@ class Jail:
         *,
         output: Path | None = None,
         lobby: Path | None = None,
+        directory: Path = Path("/"),
     ) -> int:
         """Start the process; its pid. As ``process.launch``, confined but for its root, which ``enclose`` takes.
 
-        ``lobby`` is a folder, made the process's own, that it finds at ``lobby_path`` until then: for a socket.
+        ``lobby`` is a folder, made the process's own, that it finds at ``lobby_path`` until then: for a socket. It
+        works in its root, or in ``directory`` where that will be the host's.
         Raises VmmError.
         """
         if lobby is not None and self.user is not None:
@@ -68,7 +70,8 @@ class Jail:
             lobby.chmod(0o700)
         prepare = (lambda: self._prepare(lobby)) if self._jailer.isolates else None
         try:
-            pid = process.launch(argv, netns, errors, pass_fds, output=output, prepare=prepare)
+            place = Path("/") if self._jailer.isolates else directory
+            pid = process.launch(argv, netns, errors, pass_fds, output=output, directory=place, prepare=prepare)
         finally:
             self._jailer.restore_dumpable()
         self._watch(pid)
