@@ -23,7 +23,7 @@ from tests.node import images as tiny
 from tests.node.process import NodeProcess
 
 from aenv.config import RegistrySettings, Settings
-from aenv.image.rootfs import pull_rootfs
+from aenv.image.rootfs import pull_image
 from bench.cold_start import stats
 from bench.report import Report, Row, console
 
@@ -44,7 +44,7 @@ def _base(work: Path) -> bytes:
 def _pull(name: str, settings: Settings) -> float:
     """Seconds."""
     begin = time.perf_counter()
-    asyncio.run(pull_rootfs(name, settings.home, size_mib=SIZE, settings=settings))
+    asyncio.run(pull_image(name, settings.home, size_mib=SIZE, settings=settings))
     return time.perf_counter() - begin
 
 

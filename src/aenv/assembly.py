@@ -145,15 +145,15 @@ async def running_node(settings: Settings, progress: Progress, *, pause_all: boo
                 node.machine_died(machine, reason)
 
         sharing, on_demand = open_sharing(settings, layout, store)
+        on_demand.retain(store.committed.rows.keys())
+        stack.push_async_callback(on_demand.close)
         stack.push_async_callback(sharing.close)
         machines = Machines(
             settings, layout, store, pool, slots, guests, sharing.volumes, vmm.fingerprint, on_death,
             artifacts.envd_version,
         )  # fmt: skip
         checkpoints = Checkpoints(layout, store, machines, vmm.fingerprint)
-        cold = ColdStarts(
-            settings, layout, store, sharing.volumes, on_demand, shape, vmm.fingerprint, artifacts.envd_version
-        )
+        cold = ColdStarts(settings, store, on_demand, shape, vmm.fingerprint, artifacts.envd_version)
         node = Node(settings, store, machines, checkpoints, capacity, sharing.imports, cold)
         logs = LogStore.open(layout.logs)
         stack.callback(logs.close)
@@ -174,7 +174,19 @@ async def running_node(settings: Settings, progress: Progress, *, pause_all: boo
         checkpoints.files.collect_garbage()
         await ensure_base(settings, layout, store, vmm, slots, guests, shape, artifacts, progress)
         templates = template_service(
-            settings, layout, store, vmm, pool, slots, guests, sharing, checkpoints, capacity, shape, artifacts
+            settings,
+            layout,
+            store,
+            vmm,
+            pool,
+            slots,
+            guests,
+            sharing,
+            on_demand,
+            checkpoints,
+            capacity,
+            shape,
+            artifacts,
         )
         templates.open()
         exports = ImageExport(templates.workshop, sharing.repository, on_demand, capacity)
@@ -239,6 +251,7 @@ def template_service(
     slots: SlotPool,
     guests: GuestClient,
     sharing: Sharing,
+    on_demand: ImageVolumes,
     checkpoints: Checkpoints,
     capacity: Capacity,
     shape: MachineShape,
@@ -261,7 +274,7 @@ def template_service(
     cache = LayerCache(store, settings.build_cache)
     cache.trim()
     archives = Archives(layout.home / "template-files", (settings.max_upload << 20) * ARCHIVES_KEPT)
-    engine = Engine(workshop, Origins(workshop, cache), cache, archives)
+    engine = Engine(workshop, Origins(workshop, cache, on_demand), cache, archives)
     journals = JournalStore(layout.home / "builds")
     return TemplateService(settings, workshop, engine, cache, capacity, journals, archives, sharing.imports)
 

@@ -10,8 +10,10 @@ import pytest
 from aenv.config import Settings
 from aenv.errors import ConflictError, NotFoundError
 from aenv.image.inventory import CachedImage, collect_images, images, remove
-from aenv.image.rootfs import pull_rootfs
+from aenv.image.layerstore import LayerStore
+from aenv.image.rootfs import ConvertedImage
 from aenv.image.store import BlobStore
+from tests.image import disks
 from tests.image.conftest import MakeSettings
 from tests.image.registries import Registry
 from tests.image.writer import Image, archive, digest_of, member, push
@@ -24,14 +26,21 @@ TWO = Image([BASE, archive([member("two", b"2")])], compression=("none",))
 SIZE = 64  # MiB
 
 
-async def pull(registry: Registry, settings: Settings, name: str) -> Path:
-    path, _ = await pull_rootfs(f"{registry.host}/{name}", settings.home, size_mib=SIZE, settings=settings)
-    return path
+async def pull(registry: Registry, settings: Settings, name: str) -> ConvertedImage:
+    return await disks.pull(f"{registry.host}/{name}", settings, SIZE)
+
+
+def use(home: Path, image: ConvertedImage, name: str) -> list[Path]:
+    """Second names for its layers, as a disk that is on them has."""
+    names = [home / f"{name}-{number}" for number in range(len(image.layers))]
+    for path, layer in zip(names, disks.paths(home, image.layers), strict=True):
+        os.link(layer, path)
+    return names
 
 
 def age(home: Path, seconds: float) -> None:
     """As if nothing had been used for so long."""
-    for path in [*(home / "images/blobs").glob("sha*/*"), *(home / "images/rootfs").glob("*.ext4")]:
+    for path in [*(home / "images/blobs").glob("sha*/*"), *LayerStore(home).paths()]:
         os.utime(path, (path.stat().st_mtime - seconds,) * 2)
 
 
@@ -50,15 +59,16 @@ async def test_images_are_listed_with_what_they_share(registry: Registry, make_s
     assert (alone.digest, alone.names, alone.shared, alone.users) == (
         ONE.digest, (f"{registry.host}/inv/one:1",), 0, 0
     )  # fmt: skip
-    path = await pull(registry, settings, "inv/two:1")
+    two = await pull(registry, settings, "inv/two:1")
     newest, older = images(home)
     assert (newest.digest, older.digest) == (TWO.digest, ONE.digest), "the last used first"
-    assert newest.shared == older.shared >= len(BASE)
     blobs = {blob.digest: blob.size for blob in BlobStore(home).blobs()}
-    converted = path.stat().st_blocks * 512
+    below = sum(layer.size for layer in two.layers[:2])  # the empty file system, and BASE on it
+    assert newest.shared == older.shared == blobs[digest_of(BASE)] + below
+    converted = sum(layer.size for layer in two.layers)
     assert newest.size == converted + sum(blobs[digest] for digest in {*TWO.blobs, TWO.digest})
-    os.link(path, home / "layer")
-    assert images(home)[0].users == 1
+    use(home, two, "disk")
+    assert [image.users for image in images(home)] == [1, 0], "the other one's topmost layer is not used"
 
 
 async def test_a_tag_that_moves_takes_its_name_along(registry: Registry, make_settings: MakeSettings) -> None:
@@ -78,16 +88,14 @@ async def test_removing_one_leaves_what_others_share(registry: Registry, make_se
     home = settings.home
     push(registry.base, "inv/one", "1", [ONE])
     push(registry.base, "inv/two", "1", [TWO])
-    for name in ("inv/one:1", "inv/two:1"):
-        await pull(registry, settings, name)
+    one, two = [await pull(registry, settings, name) for name in ("inv/one:1", "inv/two:1")]
+    assert one.layers[:2] == two.layers[:2]
     for unknown in ("inv/three:1", "nothing", "ab", ""):
         with pytest.raises(NotFoundError):
             remove(home, unknown)
-    (path,) = (home / "images/rootfs").glob(f"{TWO.digest.partition(':')[2]}-*.ext4")
-    os.link(path, home / "layer")
-    with pytest.raises(ConflictError, match="in use by 1 disk"):
+    names = use(home, two, "disk")
+    with pytest.raises(ConflictError, match="in use: 1 of its disks"):
         remove(home, TWO.digest)
-    (home / "layer").unlink()
     store = BlobStore(home)
     lease = store.lease(digest_of(BASE))
     assert lease is not None
@@ -95,13 +103,18 @@ async def test_removing_one_leaves_what_others_share(registry: Registry, make_se
         assert remove(home, "inv/one:1").digest == ONE.digest, "by its name without the registry"
     assert [image.digest for image in images(home)] == [TWO.digest]
     assert {blob.digest for blob in store.blobs()} == {*TWO.blobs, TWO.digest}
+    assert {path.name for path in LayerStore(home).paths()} == {x.digest.partition(":")[2] for x in two.layers}
+    for path in names:
+        path.unlink()
     lease = store.lease(digest_of(BASE))
     assert lease is not None
     with lease, pytest.raises(ConflictError, match="being pulled"):
         remove(home, TWO.digest)
     remove(home, TWO.digest.partition(":")[2][:12])
     assert images(home) == [] and not store.blobs()
-    assert not list((home / "images/rootfs").iterdir()) and not list((home / "images/records").iterdir())
+    for folder in ("rootfs", "records", "chains"):
+        assert not list((home / "images" / folder).iterdir())
+    assert not LayerStore(home).paths()
 
 
 async def test_a_collection_keeps_what_is_used_and_forgets_what_went(
@@ -112,14 +125,15 @@ async def test_a_collection_keeps_what_is_used_and_forgets_what_went(
     push(registry.base, "inv/one", "1", [ONE])
     push(registry.base, "inv/two", "1", [TWO])
     await pull(registry, settings, "inv/one:1")
-    os.link(await pull(registry, settings, "inv/two:1"), home / "layer")
+    on_disk = use(home, await pull(registry, settings, "inv/two:1"), "disk")
     assert collect_images(home, 0).removed == 0, "all of it was just used"
     age(home, 3600)
     done = collect_images(home, 0)
     assert done.removed and done.kept_bytes == 0
     ((names, left),) = named(home).items()
     assert names == (f"{registry.host}/inv/two:1",) and left.users == 1, "the disk in use stays listed"
-    (home / "layer").unlink()
+    for path in on_disk:
+        path.unlink()
     age(home, 3600)
     collect_images(home, 0)
     assert images(home) == []

@@ -15,7 +15,7 @@ from aenv.image.manifest import manifest
 from aenv.image.native import NativeImage, is_native
 from aenv.image.ranged import RegistryBlobs, described
 from aenv.image.reference import parse
-from aenv.image.rootfs import pull_image, pull_rootfs
+from aenv.image.rootfs import pull_image
 from aenv.orchestrator.ondemand import volume_of
 from aenv.storage.layerd.exports import Layer
 from aenv.storage.layerd.opening import StoredLayers
@@ -67,8 +67,6 @@ async def test_nothing_but_what_is_read_is_fetched(
     views = [open_layer(opener(repository, Layer(ref.digest, ref.size)), ref.digest) for ref in volume.layers]
     content = await asyncio.to_thread(Stack(views, volume.virtual_size).read, 0, volume.virtual_size)
     assert content == states[1].read_bytes()
-    with pytest.raises(UnsupportedImageError, match="Start it cold"):
-        await pull_rootfs(name, settings.home, size_mib=64, settings=settings)
 
 
 async def test_a_registry_with_credentials_and_one_that_fails(

@@ -17,10 +17,10 @@ from aenv.image.errors import (
 )
 from aenv.image.manifest import OCI_MANIFEST
 from aenv.image.push import RegistryWriter, target
-from aenv.image.rootfs import pull_rootfs
 from aenv.storage.source import FileSource, Source
 from tests.image import registries
 from tests.image.conftest import MakeSettings
+from tests.image.disks import pull
 from tests.image.registries import Registry
 from tests.image.writer import Image, archive, digest_of, member
 
@@ -56,8 +56,7 @@ async def test_what_is_pushed_is_pulled_and_not_sent_twice(
     async with httpx.AsyncClient(base_url=registry.base, headers={"Accept": OCI_MANIFEST}) as client:
         for tag in (1, 2):
             assert (await client.get(f"/v2/push/app/manifests/{tag}")).content == IMAGE.manifest
-    _, config = await pull_rootfs(name, settings.home, size_mib=64, settings=settings)
-    assert config.env == {"A": "b"}
+    assert (await pull(name, settings, 64)).config.env == {"A": "b"}
 
 
 async def test_credentials(make_settings: MakeSettings, tmp_path: Path) -> None:

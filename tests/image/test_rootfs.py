@@ -19,10 +19,11 @@ from aenv.image.errors import (
     RegistryUnreachableError,
     UnsupportedImageError,
 )
-from aenv.image.rootfs import pull_rootfs
+from aenv.image.rootfs import ConvertedImage
 from aenv.image.store import BlobStore
 from tests.image import faulty
 from tests.image.conftest import MakeSettings
+from tests.image.disks import flat, paths, pull
 from tests.image.registries import Registry
 from tests.image.writer import Image, archive, digest_of, folder, hard_link, member, push, symlink, write_layout
 
@@ -72,8 +73,9 @@ def debugfs(image: Path, command: str) -> str:
     return done.stdout
 
 
-def check_filesystem(image: Path) -> None:
+def check_filesystem(home: Path, converted: ConvertedImage) -> None:
     """A clean ext4 with what BASE and TOP make of each other, and what the platform adds."""
+    image = flat(home, converted, home / "flat.img")
     done = subprocess.run(["e2fsck", "-fn", image], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert debugfs(image, "cat /etc/passwd").splitlines()[2:] == ["user:x:1001:1001::/home/user:/bin/bash"]
@@ -99,12 +101,11 @@ async def test_registry_image_becomes_a_file_system(registry: Registry, make_set
     push(registry.base, "team/app", "1", [Image([TOP], architecture="arm64"), image], index=True)
     settings = make_settings(registry.host)
     lines: list[str] = []
-    path, config = await pull_rootfs(
-        f"{registry.host}/team/app:1", settings.home, size_mib=64, settings=settings, progress=lines.append
-    )
-    assert path.stat().st_size == 64 << 20
-    assert path.stat().st_blocks * 512 < 16 << 20  # sparse
-    check_filesystem(path)
+    found = await pull(f"{registry.host}/team/app:1", settings, 64, progress=lines.append)
+    assert found.size == 64 << 20
+    assert sum(layer.size for layer in found.layers) < 1 << 20
+    check_filesystem(settings.home, found)
+    config = found.config
     assert config.digest == image.digest
     assert config.env == {"PATH": "/usr/bin", "EMPTY": "", "A": "b=c"}
     assert (config.working_dir, config.user, config.labels) == ("/srv", "node", {"a": "b"})
@@ -115,28 +116,18 @@ async def test_registry_image_becomes_a_file_system(registry: Registry, make_set
     # Set-user-id files of images are unpacked where only root comes.
     assert (settings.home / "images/work").stat().st_mode & 0o777 == 0o700
 
-    inode = path.stat().st_ino
+    inodes = [path.stat().st_ino for path in paths(settings.home, found.layers)]
     lines.clear()
-    again = await pull_rootfs(
-        f"{registry.host}/team/app@{image.digest}",
-        settings.home,
-        size_mib=64,
-        settings=settings,
-        progress=lines.append,
-    )
-    assert again == (path, config) and path.stat().st_ino == inode and not lines
+    again = await pull(f"{registry.host}/team/app@{image.digest}", settings, 64, progress=lines.append)
+    assert again == found and not lines
+    assert [path.stat().st_ino for path in paths(settings.home, found.layers)] == inodes
 
 
 async def test_two_pulls_of_one_image_make_it_once(registry: Registry, make_settings: MakeSettings) -> None:
     push(registry.base, "team/twice", "latest", [Image([BASE])])
     settings = make_settings(registry.host, registry_search=[registry.host])
     lines: list[str] = []
-    both = await asyncio.gather(
-        *(
-            pull_rootfs("team/twice", settings.home, size_mib=32, settings=settings, progress=lines.append)
-            for _ in range(2)
-        )
-    )
+    both = await asyncio.gather(*(pull("team/twice", settings, 32, progress=lines.append) for _ in range(2)))
     assert both[0] == both[1]
     assert sum("writing" in line for line in lines) == 1
 
@@ -148,14 +139,13 @@ async def test_short_names_are_searched(make_settings: MakeSettings) -> None:
         hosts = [first.host, second.host]
         settings = make_settings(*hosts, registry_search=hosts)
         first.faults = [faulty.status(404)]
-        _, config = await pull_rootfs("app", settings.home, size_mib=32, settings=settings)
-        assert config.digest == image.digest and len(first.requests) == 1
+        assert (await pull("app", settings, 32)).config.digest == image.digest and len(first.requests) == 1
         first.faults, second.faults = [faulty.status(404)], [faulty.status(404)]
         with pytest.raises(ImageNotFoundError, match="in none of"):
-            await pull_rootfs("app", settings.home, size_mib=32, settings=settings)
+            await pull("app", settings, 32)
         first.faults, asked = [faulty.status(400)], len(second.requests)
         with pytest.raises(RegistryUnreachableError):
-            await pull_rootfs("app", settings.home, size_mib=32, settings=settings)
+            await pull("app", settings, 32)
         assert len(second.requests) == asked  # it could be somebody else's image
 
 
@@ -163,30 +153,30 @@ async def test_docker_formats(registry: Registry, make_settings: MakeSettings) -
     image = Image([BASE, TOP], docker=True)
     push(registry.base, "docker/list", "x", [image], index=True, docker_list=True)
     settings = make_settings(registry.host)
-    path, config = await pull_rootfs(f"{registry.host}/docker/list:x", settings.home, size_mib=32, settings=settings)
-    check_filesystem(path)
-    assert config.digest == image.digest
+    found = await pull(f"{registry.host}/docker/list:x", settings, 32)
+    check_filesystem(settings.home, found)
+    assert found.config.digest == image.digest
 
 
 async def test_errors_of_a_registry_image(registry: Registry, make_settings: MakeSettings) -> None:
     settings = make_settings(registry.host)
 
-    async def pull(name: str, size: int = 32) -> None:
-        await pull_rootfs(f"{registry.host}/{name}", settings.home, size_mib=size, settings=settings)
+    async def attempt(name: str, size: int = 32) -> None:
+        await pull(f"{registry.host}/{name}", settings, size)
 
     with pytest.raises(ImageNotFoundError, match="not found"):
-        await pull("no/such:image")
+        await attempt("no/such:image")
     push(registry.base, "team/arm", "latest", [Image([BASE], architecture="arm64")])
     with pytest.raises(UnsupportedImageError, match="arm64"):
-        await pull("team/arm")
+        await attempt("team/arm")
     big = os.urandom(40 << 20)
     push(registry.base, "team/bomb", "latest", [Image([archive([member("noise", big)])], compression=("none",))])
     with pytest.raises(ImageTooLargeError):
-        await pull("team/bomb", 8)
+        await attempt("team/bomb", 8)
     with pytest.raises(ImageTooLargeError):
-        await pull("team/bomb", 32)  # within the budget for layers, not within the file system
+        await attempt("team/bomb", 32)  # within the budget for layers, not within the file system
     assert not list((settings.home / "images/work").iterdir())
-    assert not list((settings.home / "images/rootfs").glob("*.ext4"))
+    assert not list((settings.home / "images/rootfs").glob("*"))
 
 
 async def test_damaged_cache_is_discarded(registry: Registry, make_settings: MakeSettings) -> None:
@@ -198,8 +188,8 @@ async def test_damaged_cache_is_discarded(registry: Registry, make_settings: Mak
     blob.write_bytes(BASE.replace(b"gone soon", b"GONE SOON"))
     name = f"{registry.host}/team/damaged"
     with pytest.raises(Exception, match="damaged"):
-        await pull_rootfs(name, settings.home, size_mib=32, settings=settings)
-    path, _ = await pull_rootfs(name, settings.home, size_mib=32, settings=settings)
+        await pull(name, settings, 32)
+    path = flat(settings.home, await pull(name, settings, 32), settings.home / "flat.img")
     assert debugfs(path, "cat /old") == "gone soon"
 
 
@@ -208,11 +198,10 @@ async def test_cancelling_leaves_nothing(registry: Registry, make_settings: Make
     settings = make_settings(registry.host)
     unpacking = asyncio.Event()
     task = asyncio.ensure_future(
-        pull_rootfs(
+        pull(
             f"{registry.host}/team/big",
-            settings.home,
-            size_mib=64,
-            settings=settings,
+            settings,
+            64,
             progress=lambda line: unpacking.set() if "unpacking" in line else None,
         )
     )
@@ -242,22 +231,21 @@ async def test_local_sources(tmp_path: Path, make_settings: MakeSettings) -> Non
 
     for source in ("oci:layout", "oci:layout:1.0", "oci:layout.tar", "docker-archive:saved.tar.gz"):
         kind, _, rest = source.partition(":")
-        path, config = await pull_rootfs(
-            f"{kind}:{tmp_path}/{rest}", settings.home, size_mib=32, settings=settings, allow_local=True
-        )
-        check_filesystem(path)
-        assert config.cmd == ("--help",)
-    path, config = await pull_rootfs(
-        f"tar:{tmp_path}/tree.tar", settings.home, size_mib=32, settings=settings, allow_local=True
-    )
+        found = await pull(f"{kind}:{tmp_path}/{rest}", settings, 32, allow_local=True)
+        check_filesystem(settings.home, found)
+        assert found.config.cmd == ("--help",)
+    found = await pull(f"tar:{tmp_path}/tree.tar", settings, 32, allow_local=True)
+    path, config = flat(settings.home, found, tmp_path / "flat.img"), found.config
     assert debugfs(path, "cat /.wh.name") == "plain" and debugfs(path, "cat /etc/hosts") == "mine"
     assert config.cmd == () and config.working_dir == "/"
     assert debugfs(path, "cat /etc/passwd").splitlines()[1] == "user:x:1000:1000::/home/user:/bin/sh"
 
     with pytest.raises(RegistryForbiddenError):
-        await pull_rootfs(f"oci:{tmp_path}/layout", settings.home, size_mib=32, settings=settings)
+        await pull(f"oci:{tmp_path}/layout", settings, 32)
+    with pytest.raises(RegistryForbiddenError):
+        await pull(f"oci:{tmp_path}/nothing", settings, 32)
     with pytest.raises(ImageNotFoundError, match="no image called"):
-        await pull_rootfs(f"oci:{tmp_path}/layout:2", settings.home, size_mib=32, settings=settings, allow_local=True)
+        await pull(f"oci:{tmp_path}/layout:2", settings, 32, allow_local=True)
 
 
 async def test_layer_paths_of_an_archive_cannot_leave_it(tmp_path: Path, make_settings: MakeSettings) -> None:
@@ -269,6 +257,4 @@ async def test_layer_paths_of_an_archive_cannot_leave_it(tmp_path: Path, make_se
     members = [member("c", config), member("manifest.json", listed), symlink("link", str(secret))]
     (tmp_path / "saved.tar").write_bytes(archive(members))
     with pytest.raises(ImageNotFoundError, match="missing"):
-        await pull_rootfs(
-            f"docker-archive:{tmp_path}/saved.tar", settings.home, size_mib=32, settings=settings, allow_local=True
-        )
+        await pull(f"docker-archive:{tmp_path}/saved.tar", settings, 32, allow_local=True)

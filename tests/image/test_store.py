@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from aenv.image.errors import DigestMismatchError
 from aenv.image.gc import MIN_AGE_S, Entry, candidates, collect
+from aenv.image.layerstore import Hold, LayerStore, StoredLayer
 from aenv.image.store import BlobStore, Lease
 from tests.image.writer import digest_of
 
@@ -72,17 +73,24 @@ async def test_collection_spares_what_is_used(tmp_path: Path) -> None:
         lease.close()
     for number, data in enumerate(contents[:4]):
         age(store, data, MIN_AGE_S * (10 - number))
-    rootfs = tmp_path / "images/rootfs"
-    rootfs.mkdir()
+    layers, hold = LayerStore(tmp_path), Hold(LayerStore(tmp_path))
     for name in ("linked", "unused"):
-        (rootfs / f"{name}.ext4").write_bytes(os.urandom(8192))
-        (rootfs / f"{name}.json").write_text("{}")
-        os.utime(rootfs / f"{name}.ext4", (1, 1))
-    (tmp_path / "layer").hardlink_to(rootfs / "linked.ext4")
+        data = os.urandom(8192)
+        (tmp_path / "made").write_bytes(data)
+        layers.add(hold, tmp_path / "made", StoredLayer(digest_of(data), len(data)))
+        layers.record(name, hold)
+        os.utime(layers.path(digest_of(data)), (1, 1))
+    linked, unused = (layers.path(layer.digest) for layer in hold.layers)
+    (tmp_path / "layer").hardlink_to(linked)
+    hold.close()
     result = collect(tmp_path, 3000)
-    # The oldest blob is leased, the newest is too young; the image that a template links frees nothing.
+    # The oldest blob is leased, the newest is too young; the layer that a template links frees nothing.
     assert {blob.digest for blob in store.blobs()} == {digest_of(contents[number]) for number in (0, 3, 4)}
-    assert sorted(path.name for path in rootfs.iterdir()) == ["linked.ext4", "linked.json"]
+    assert layers.paths() == [linked] and not unused.exists()
+    assert layers.find("unused") is None and not (tmp_path / "images/chains/unused.json").exists()
+    found = layers.find("linked")
+    assert found is not None
+    found.close()
     assert (result.removed, result.kept_bytes) == (3, 3000)
     leases[0].close()
     collect(tmp_path, 0)

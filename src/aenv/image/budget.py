@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from aenv.errors import CapacityError
+from aenv.errors import AenvError, CapacityError
 from aenv.image.errors import ImageTooLargeError
 
 MIB = 1 << 20
@@ -48,6 +48,13 @@ class Budget:
         self._unchecked += _BLOCK
         if self._entries < 0:
             raise self._too_large("more files than the disk holds")
+
+    def exhausted(self) -> AenvError:
+        """What it means that a file system had no room left: the image's own, or this node's below it."""
+        status = os.statvfs(self._directory)
+        if status.f_bavail * status.f_frsize < _CHECK_EVERY:
+            return no_space(self._directory)
+        return self._too_large("more than fits in it")
 
     def _too_large(self, what: str) -> ImageTooLargeError:
         return ImageTooLargeError(

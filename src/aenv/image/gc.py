@@ -1,17 +1,20 @@
-"""Garbage collection of the image cache: blobs and converted root file systems, the longest unused first."""
+"""Garbage collection of the image cache: blobs and converted layers, the longest unused first."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from aenv.image.layerstore import LayerStore, read_record
 from aenv.image.store import BlobStore, remove_unused
 
 MIN_AGE_S = 600.0
-"""What was used this recently is kept: a pull returns a path that its caller has yet to link."""
+"""What was used this recently is kept: a pull returns layers that its caller has yet to name."""
+_STALE_LOCK_S = 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,34 +41,51 @@ def candidates(entries: Iterable[Entry], now: float) -> list[Entry]:
 def collect(home: Path, capacity: int) -> Collected:
     """Shrink the cache under ``home`` to ``capacity`` bytes. Blocking.
 
-    What somebody holds stays. A root file system that a template links has a second name: removing this one
-    would free nothing, so it neither counts nor goes.
+    What somebody holds stays. A layer that is part of a sandbox's or template's disk has a second name: removing this
+    one would free nothing, so it neither counts nor goes. However many images share a layer, it counts once.
     """
     store = BlobStore(home)
     now = time.time()
     store.remove_stale_partials(now)
+    _remove_stale_locks(home, now)
     entries = [Entry(store.path(blob.digest), blob.size, blob.used) for blob in store.blobs()]
-    entries += rootfs_entries(home)
+    entries += unused_layers(home)
     total = sum(entry.size for entry in entries)
     removed = freed = 0
     for entry in candidates(entries, now):
         if total - freed <= capacity:
             break
         if remove_unused(entry.path):
-            entry.path.with_suffix(".json").unlink(missing_ok=True)
             removed += 1
             freed += entry.size
+    if removed:
+        forget(home)
     return Collected(removed, freed, total - freed)
 
 
-def rootfs_entries(home: Path) -> list[Entry]:
-    """The converted root file systems that only the cache names."""
+def unused_layers(home: Path) -> list[Entry]:
+    """The converted layers that only the cache names."""
     found = []
-    for path in (home / "images" / "rootfs").glob("*.ext4"):
-        try:
-            status = os.stat(path)  # noqa: PTH116
-        except FileNotFoundError:
-            continue
-        if status.st_nlink == 1:
-            found.append(Entry(path, status.st_blocks * 512, status.st_mtime))
+    for path in LayerStore(home).paths():
+        with contextlib.suppress(FileNotFoundError):
+            status = path.stat()
+            if status.st_nlink == 1:
+                found.append(Entry(path, status.st_size, status.st_mtime))
     return found
+
+
+def forget(home: Path) -> None:
+    """Remove the records of what lacks a layer."""
+    store = LayerStore(home)
+    store.forget()
+    for path in (home / "images" / "rootfs").glob("*.json"):
+        record = read_record(path)
+        if record is None or not store.has(record[0]):
+            path.unlink(missing_ok=True)
+
+
+def _remove_stale_locks(home: Path, now: float) -> None:
+    for path in (home / "images" / "locks").glob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            if now - os.stat(path).st_mtime > _STALE_LOCK_S:  # noqa: PTH116
+                remove_unused(path)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import tempfile
 from collections import Counter
 from collections.abc import Iterable
@@ -19,7 +18,8 @@ from pathlib import Path
 
 from aenv.errors import ConflictError, NotFoundError
 from aenv.image.errors import InvalidReferenceError
-from aenv.image.gc import Collected, collect
+from aenv.image.gc import Collected, collect, forget
+from aenv.image.layerstore import LayerStore, StoredLayer, read_record
 from aenv.image.reference import is_digest, parse
 from aenv.image.store import BlobStore, remove_unused
 
@@ -37,8 +37,8 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class CachedImage:
-    """``size`` is what it takes on disk, blobs and converted file systems, in bytes; ``shared`` the part of it that
-    other images have as well. ``users`` counts disks that are on it: of sandboxes, templates and snapshots.
+    """``size`` is what it takes on disk, blobs and converted layers, in bytes; ``shared`` the part of it that other
+    images have as well. ``users`` counts its disks that sandboxes, templates and snapshots are on: one for each size.
     """
 
     digest: str
@@ -65,29 +65,32 @@ def note(home: Path, digest: str, name: str, blobs: Iterable[str]) -> None:
 def images(home: Path) -> list[CachedImage]:
     """Every image of which something is cached, the last used first. Blocking."""
     blobs = {blob.digest: blob for blob in BlobStore(home).blobs()}
-    records = _records(home)
-    shares = Counter(blob for record in records.values() for blob in record.blobs)
-    roots: dict[str, list[os.stat_result]] = {}
-    for path in _roots(home):
-        with contextlib.suppress(FileNotFoundError):
-            roots.setdefault(_digest_of(path), []).append(path.stat())
-    found = []
-    for digest in {*records, *roots}:
-        record = records.get(digest, Record(digest, (), (digest,)))
+    records, disks = _records(home), _disks(home)
+    parts: dict[str, dict[str, int]] = {}  # of each image: its blobs and layers, with their sizes
+    used: dict[str, float] = {}
+    users: Counter[str] = Counter()
+    for digest, record in records.items():
         own = [blobs[name] for name in record.blobs if name in blobs]
-        files = roots.get(digest, [])
-        if not own and not files:
+        parts[digest] = {blob.digest: blob.size for blob in own}
+        used[digest] = max((blob.used for blob in own), default=0.0)
+    for disk in disks:
+        parts.setdefault(disk.digest, {}).update((layer.digest, layer.size) for layer in disk.layers)
+        used[disk.digest] = max(used.get(disk.digest, 0.0), disk.used)
+        users[disk.digest] += disk.users
+    shares = Counter(part for own in parts.values() for part in own)
+    found = []
+    for digest, sizes in parts.items():
+        if not sizes:
             _path(home, digest).unlink(missing_ok=True)
             continue
-        used = max([*(blob.used for blob in own), *(status.st_mtime for status in files)])
         found.append(
             CachedImage(
                 digest=digest,
-                names=record.names,
-                size=sum(blob.size for blob in own) + sum(status.st_blocks * 512 for status in files),
-                shared=sum(blob.size for blob in own if shares[blob.digest] > 1),
-                users=sum(status.st_nlink - 1 for status in files),
-                last_used=datetime.fromtimestamp(used, UTC),
+                names=records[digest].names if digest in records else (),
+                size=sum(sizes.values()),
+                shared=sum(size for part, size in sizes.items() if shares[part] > 1),
+                users=users[digest],
+                last_used=datetime.fromtimestamp(used[digest], UTC),
             )
         )
     return sorted(found, key=lambda image: image.last_used, reverse=True)
@@ -101,14 +104,19 @@ def remove(home: Path, wanted: str) -> CachedImage:
     image = _find(images(home), wanted)
     if image.users:
         raise ConflictError(
-            f"{wanted[:200]} is in use by {image.users} disks of sandboxes, templates or snapshots.",
+            f"{wanted[:200]} is in use: {image.users} of its disks are those of sandboxes, templates or snapshots.",
             "Delete those first; removing it would free nothing.",
         )
-    for path in _roots(home):
-        if _digest_of(path) == image.digest:
-            if not remove_unused(path):
-                raise ConflictError(f"{wanted[:200]} is being used.", "Try again in a moment.")
-            path.with_suffix(".json").unlink(missing_ok=True)
+    disks, layers = _disks(home), LayerStore(home)
+    kept_layers = {layer for disk in disks if disk.digest != image.digest for layer in disk.layers}
+    for disk in disks:
+        if disk.digest == image.digest:
+            disk.path.unlink(missing_ok=True)
+            # The top first: what is left of a chain is of use as long as it begins at the bottom.
+            for layer in reversed(disk.layers):
+                if layer not in kept_layers and _is_alone(layers.path(layer.digest)):
+                    remove_unused(layers.path(layer.digest))  # one that is held is part of a pull under way
+    forget(home)
     records = _records(home)
     record = records.pop(image.digest, None)
     kept = {blob for other in records.values() for blob in other.blobs}
@@ -173,10 +181,36 @@ def _path(home: Path, digest: str) -> Path:
     return home / "images" / "records" / f"{digest.partition(':')[2]}.json"
 
 
-def _roots(home: Path) -> list[Path]:
-    return sorted((home / "images" / "rootfs").glob("*.ext4"))
+@dataclass(frozen=True, slots=True)
+class _Disk:
+    """A converted image, in one size. ``users``: volumes that have its topmost layer."""
+
+    path: Path
+    digest: str  # of the image
+    layers: tuple[StoredLayer, ...]
+    users: int
+    used: float
 
 
-def _digest_of(path: Path) -> str:
-    name = path.name.partition("-")[0]
-    return f"{'sha256' if len(name) == 64 else 'sha512'}:{name}"
+def _disks(home: Path) -> list[_Disk]:
+    store = LayerStore(home)
+    found = []
+    for path in sorted((home / "images" / "rootfs").glob("*.json")):
+        record = read_record(path)
+        if record is None or not record[0]:
+            continue
+        layers, _ = record
+        with contextlib.suppress(FileNotFoundError):
+            status = store.path(layers[-1].digest).stat()
+            name = path.name.partition("-")[0]
+            digest = f"{'sha256' if len(name) == 64 else 'sha512'}:{name}"
+            found.append(_Disk(path, digest, layers, status.st_nlink - 1, status.st_mtime))
+    return found
+
+
+def _is_alone(path: Path) -> bool:
+    """Whether the cache alone names a layer."""
+    try:
+        return path.stat().st_nlink == 1
+    except FileNotFoundError:
+        return False

@@ -13,7 +13,7 @@ import stat
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from aenv.image.budget import Budget, no_space
+from aenv.image.budget import Budget
 from aenv.image.compression import LayerStream
 from aenv.image.confined import Directory, Root, clean, lstat
 from aenv.image.errors import ArchiveError, DigestMismatchError, UnsafeArchiveError
@@ -303,7 +303,7 @@ class _Applier:
 
     def _explain(self, entry: Entry, error: OSError) -> Exception:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return no_space(self._tree)
+            return self._budget.exhausted()
         if error.errno in (errno.EPERM, errno.EACCES):
             return ArchiveError(f"Cannot write {_shown(entry)}: {error.strerror}.", "Unpacking images needs root.")
         return ArchiveError(f"Cannot write {_shown(entry)}: {error.strerror or error}.", "The image is damaged.")

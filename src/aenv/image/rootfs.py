@@ -1,28 +1,27 @@
-"""An image reference in, an ext4 root file system and the image's configuration out.
+"""An image reference in, the layers of a root disk and the image's configuration out.
 
-``$AENV_HOME/images``: ``blobs/`` (see ``store``), ``rootfs/<digest>-<MiB>-v<version>.ext4`` with ``….json`` beside it
-(the configuration, written first: an image without it is not used), ``work/`` (trees being unpacked; what a crash
-left there is removed by the next pull) and ``locks/``.
+``$AENV_HOME/images``: ``blobs/`` (see ``store``), ``layers/`` and ``chains/`` (see ``layerstore``),
+``rootfs/<digest>-<MiB>-….json`` (converted images by the digest of their manifest: layers and configuration),
+``work/`` (what a crash left there is removed by the next pull) and ``locks/``.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import os
 import shutil
-import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
-from dataclasses import asdict, replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from aenv.config import Settings
 from aenv.errors import CapacityError
-from aenv.guest.commands import write_durably
 from aenv.image.budget import MIB
+from aenv.image.chain import CONVERTED, layer_id
+from aenv.image.convert import Conversion, SourceLayer, workspace
 from aenv.image.endpoints import check_allowed
 from aenv.image.errors import (
     ArchiveError,
@@ -31,12 +30,11 @@ from aenv.image.errors import (
     ImageTooLargeError,
     RegistryForbiddenError,
     RegistryUnauthorizedError,
-    UnsupportedImageError,
 )
-from aenv.image.ext4 import make_ext4
 from aenv.image.gc import collect
 from aenv.image.inventory import note
-from aenv.image.locks import locked, try_lock
+from aenv.image.layerstore import Hold, LayerStore, StoredLayer, read_record, write_record
+from aenv.image.locks import locked
 from aenv.image.manifest import (
     ImageConfig,
     MalformedImageError,
@@ -52,9 +50,9 @@ from aenv.image.native import NativeImage, is_native
 from aenv.image.prepare import VERSION
 from aenv.image.reference import Reference, candidates, parse
 from aenv.image.registry import RegistryClient
-from aenv.image.sources import LocalSource, identity, open_local, parse_local
+from aenv.image.sources import Layer, LocalSource, file_digest, identity, open_local, parse_local
 from aenv.image.store import BlobStore, Lease
-from aenv.image.worker import Unpacker
+from aenv.image.unpacker import Unpackers
 
 Progress = Callable[[str], None]
 _PROGRESS_S = 2.0
@@ -62,111 +60,174 @@ LOCAL_SCHEMES = ("oci", "docker-archive", "tar")
 _TUPLES = ("entrypoint", "cmd", "shell", "exposed_ports", "volumes")
 
 
+@dataclass(frozen=True, slots=True)
+class ConvertedImage:
+    """A disk of ``size`` bytes whose layers, from the bottom up, are in the cache (``aenv.image.layerstore``).
+
+    They are nobody's: name them within ten minutes (``gc.MIN_AGE_S``), never write to them.
+    """
+
+    config: ImageConfig
+    layers: tuple[StoredLayer, ...]
+    size: int
+
+
 async def pull_image(
-    reference: str, home: Path, *, size_mib: int, settings: Settings, progress: Progress = lambda text: None
-) -> tuple[Path, ImageConfig] | NativeImage:
-    """As ``pull_rootfs``, from a registry; of an overlaybd-native image nothing but its description is fetched."""
-    (home / "images").mkdir(mode=0o700, parents=True, exist_ok=True)
-    if reference.partition(":")[0] in LOCAL_SCHEMES:
-        raise _local_refused(reference)
-    return await _from_registry(parse(reference), home, size_mib, settings, None, progress)
-
-
-async def pull_rootfs(
     reference: str,
     home: Path,
     *,
     size_mib: int,
     settings: Settings,
+    larger_mib: int = 0,
     credentials: tuple[str, str] | None = None,
     progress: Progress = lambda text: None,
     allow_local: bool = False,
-) -> tuple[Path, ImageConfig]:
-    """The image as an ext4 file system of ``size_mib`` MiB under ``home``, and its configuration. Needs root.
+    processes: Unpackers | None = None,
+) -> ConvertedImage | NativeImage:
+    """The image as an ext4 file system on a disk of ``size_mib`` MiB, and its configuration. Needs root.
 
-    The file belongs to the cache: link it within ten minutes (``gc.MIN_AGE_S``), never write to it. It is made once
-    for each manifest and size; then a tag costs one request, and a digest none. ``credentials`` (user name,
-    password) go to the registry of the reference. With ``allow_local``, ``oci:PATH``, ``docker-archive:PATH`` and
-    ``tar:PATH`` name files of this machine: never allow that to whoever may not read its files.
+    Where it does not fit, and ``larger_mib`` is larger, the disk has that size.
+
+    It is made once for each manifest and size; then a tag costs one request, and a digest none. Layers that other
+    images have made are used. Of an overlaybd-native image nothing but its description is fetched. ``credentials``
+    (user name, password) go to the registry of the reference. With ``allow_local``, ``oci:PATH``,
+    ``docker-archive:PATH`` and ``tar:PATH`` name files of this machine: never allow that to whoever may not read
+    its files. ``processes`` does the work.
 
     Raises ImageError and its kinds, CapacityError.
     """
     # What users pull may be private to them.
     (home / "images").mkdir(mode=0o700, parents=True, exist_ok=True)
-    if reference.partition(":")[0] in LOCAL_SCHEMES and (local := parse_local(reference)) is not None:
-        if not allow_local:
-            raise _local_refused(reference)
-        return await _from_local(local, home, size_mib, settings, progress)
-    found = await _from_registry(parse(reference), home, size_mib, settings, credentials, progress)
-    if isinstance(found, NativeImage):
-        raise UnsupportedImageError(
-            f"{reference} is an overlaybd image: it is not unpacked, sandboxes read it on demand.",
-            "Start it cold; a snapshot of that sandbox is used as a template is.",
-        )
-    return found
+    sizes = (size_mib, larger_mib) if larger_mib > size_mib else (size_mib,)
+    maker = _Maker(home, sizes, settings, progress, processes or Unpackers())
+    try:
+        scheme, _, rest = reference.partition(":")
+        if scheme in LOCAL_SCHEMES and not allow_local and "/" in rest:
+            # Whether there is such a file is nobody's business.
+            raise RegistryForbiddenError(
+                f"{reference!r} names a file of the node, which is not allowed here.", "Push the image to a registry."
+            )
+        if scheme in LOCAL_SCHEMES and allow_local and (local := parse_local(reference)) is not None:
+            return await _from_local(local, maker)
+        return await _from_registry(parse(reference), maker, credentials)
+    finally:
+        await asyncio.shield(asyncio.to_thread(collect, home, settings.image_cache * MIB))
 
 
-def _local_refused(reference: str) -> RegistryForbiddenError:
-    return RegistryForbiddenError(
-        f"{reference!r} names a file of the node, which is not allowed here.", "Push the image to a registry."
-    )
+Work = Callable[[Conversion, int], Awaitable[tuple[ImageConfig, Hold]]]
 
 
-async def _from_local(
-    source: LocalSource, home: Path, size_mib: int, settings: Settings, progress: Progress
-) -> tuple[Path, ImageConfig]:
+@dataclass(frozen=True, slots=True)
+class _Maker:
+    """How one pull converts. ``sizes``, in MiB, are those to be tried, the smaller first."""
+
+    home: Path
+    sizes: tuple[int, ...]
+    settings: Settings
+    progress: Progress
+    processes: Unpackers
+
+    async def make(self, digest: str, work: Work) -> ConvertedImage:
+        """The converted image, by ``work`` unless it is cached."""
+        for size in self.sizes:
+            if (known := self._cached(digest, size)) is not None:
+                return known
+        for size in self.sizes[:-1]:
+            try:
+                return await self._make(digest, size, work)
+            except ImageTooLargeError:
+                self.progress(f"it does not fit {size} MiB; converting it to {self.sizes[-1]} MiB")
+        return await self._make(digest, self.sizes[-1], work)
+
+    async def _make(self, digest: str, size: int, work: Work) -> ConvertedImage:
+        target = self._record(digest, size)
+        async with locked(self.home / "images" / "locks" / target.stem):
+            if (known := self._cached(digest, size)) is not None:
+                return known
+            async with Conversion(self.home, size, self.settings, self.progress, self.processes) as conversion:
+                config, hold = await work(conversion, size)
+                # As a sandbox follows it: its user has a name.
+                config = replace(config, user=hold.user)
+                await asyncio.to_thread(write_record, target, hold.layers, config=asdict(config))
+                return ConvertedImage(config, hold.layers, size * MIB)
+
+    def _cached(self, digest: str, size: int) -> ConvertedImage | None:
+        """Marks its layers as used."""
+        target = self._record(digest, size)
+        record = read_record(target)
+        hold = LayerStore(self.home).hold(record[0]) if record is not None else None
+        if hold is None:
+            return None
+        with hold:
+            try:
+                value = json.loads(target.read_bytes())["config"]
+                fields: dict[str, Any] = {k: tuple(item) if k in _TUPLES else item for k, item in value.items()}
+                return ConvertedImage(ImageConfig(**fields), hold.layers, size * MIB)
+            except (OSError, ValueError, TypeError, KeyError):
+                return None
+
+    def _record(self, digest: str, size: int) -> Path:
+        name = f"{digest.partition(':')[2]}-{size}-c{CONVERTED}-p{VERSION}.json"
+        return self.home / "images" / "rootfs" / name
+
+
+async def _from_local(source: LocalSource, maker: _Maker) -> ConvertedImage:
     digest = await identity(source)
-    async with _making(home, digest, size_mib) as target:
-        if (known := _cached(target)) is not None:
-            return target, known
-        async with _workspace(home) as work, _unpacker(size_mib, work, settings, progress) as unpacker:
-            progress(f"reading {source.described}")
-            config, layers = await open_local(source, digest, work, unpacker)
-            tree = _new_tree(work)
-            for number, layer in enumerate(layers, 1):
-                progress(f"unpacking layer {number} of {len(layers)}")
-                await unpacker.apply(tree, layer.path, diff_id=layer.diff_id, whiteouts=layer.whiteouts)
-            config = await _finish(tree, target, config, size_mib, unpacker, progress)
-    await asyncio.to_thread(collect, home, settings.image_cache * MIB)
-    return target, config
+
+    async def work(conversion: Conversion, size: int) -> tuple[ImageConfig, Hold]:
+        async with workspace(maker.home) as folder:
+            maker.progress(f"reading {source.described}")
+            config, layers = await open_local(source, digest, folder, conversion.unpacker)
+            found = [
+                SourceLayer(layer_id(layer.diff_id, await _digest(layer), whiteouts=layer.whiteouts),
+                            layer.diff_id, layer.whiteouts)
+                for layer in layers
+            ]  # fmt: skip
+            return config, await conversion.run(found, _Files(layers), config)
+
+    return await maker.make(digest, work)
+
+
+async def _digest(layer: Layer) -> str:
+    """Of its file, where nothing else names it that is verified."""
+    if layer.diff_id is not None and layer.diff_id.startswith("sha256:") and layer.whiteouts:
+        return layer.diff_id
+    return await asyncio.to_thread(file_digest, layer.path)
 
 
 async def _from_registry(
-    reference: Reference,
-    home: Path,
-    size_mib: int,
-    settings: Settings,
-    credentials: tuple[str, str] | None,
-    progress: Progress,
-) -> tuple[Path, ImageConfig] | NativeImage:
-    store = BlobStore(home)
+    reference: Reference, maker: _Maker, credentials: tuple[str, str] | None
+) -> ConvertedImage | NativeImage:
+    store, settings = BlobStore(maker.home), maker.settings
     async with RegistryClient(settings, credentials) as client:
         found, digest, parsed = await _resolve(
             client, store, candidates(reference, settings.registry_search), settings
         )
         if is_native(parsed):
-            config_data = store.get(parsed.config.digest) or await client.document(found, parsed.config)
-            await asyncio.to_thread(store.put, config_data, parsed.config.digest)
-            config = image_config(document(config_data, "image's configuration"), digest)
-            return NativeImage(replace(found, digest=digest), config, parsed.layers)
+            value = await _config(client, store, found, parsed)
+            return NativeImage(replace(found, digest=digest), image_config(value, digest), parsed.layers)
         used = [parsed.config.digest, *(layer.digest for layer in parsed.layers)]
-        await asyncio.to_thread(note, home, digest, str(found), used)
-        async with _making(home, digest, size_mib) as target:
-            if (known := _cached(target)) is not None:
-                return target, known
-            config_data = store.get(parsed.config.digest) or await client.document(found, parsed.config)
-            await asyncio.to_thread(store.put, config_data, parsed.config.digest)
-            value = document(config_data, "image's configuration")
+        await asyncio.to_thread(note, maker.home, digest, str(found), used)
+
+        async def work(conversion: Conversion, size: int) -> tuple[ImageConfig, Hold]:
+            value = await _config(client, store, found, parsed)
             config, ids = image_config(value, digest), diff_ids(value)
             if len(ids) != len(parsed.layers):
                 raise MalformedImageError("The manifest and the configuration differ in the number of layers.")
-            _check_sizes(parsed, home, size_mib, settings)
-            async with _workspace(home) as work, _unpacker(size_mib, work, settings, progress) as unpacker:
-                tree = _new_tree(work)
-                await _pull_layers(client, store, found, parsed, ids, tree, unpacker, progress)
-                config = await _finish(tree, target, config, size_mib, unpacker, progress)
-    await asyncio.to_thread(collect, home, settings.image_cache * MIB)
-    return target, config
+            layers = [
+                SourceLayer(layer_id(diff_id, layer.digest), diff_id)
+                for layer, diff_id in zip(parsed.layers, ids, strict=True)
+            ]
+            async with _Downloads(client, store, found, parsed, maker, size) as downloads:
+                return config, await conversion.run(layers, downloads, config)
+
+        return await maker.make(digest, work)
+
+
+async def _config(client: RegistryClient, store: BlobStore, found: Reference, parsed: Manifest) -> dict[str, Any]:
+    data = store.get(parsed.config.digest) or await client.document(found, parsed.config)
+    await asyncio.to_thread(store.put, data, parsed.config.digest)
+    return document(data, "image's configuration")
 
 
 async def _resolve(
@@ -205,121 +266,79 @@ async def _resolve(
     raise AssertionError("the search list is never empty")
 
 
-async def _pull_layers(
-    client: RegistryClient,
-    store: BlobStore,
-    reference: Reference,
-    parsed: Manifest,
-    ids: tuple[str, ...],
-    tree: Path,
-    unpacker: Unpacker,
-    progress: Progress,
-) -> None:
-    """Download all layers side by side and unpack each as soon as it and those below it are there."""
-    count = len(parsed.layers)
-    report = _Download(sum(layer.size or 0 for layer in parsed.layers), progress)
-    progress(f"pulling {reference}: {count} layers, {report.total / 1e6:.1f} MB")
-    # A layer may occur twice; it is downloaded once.
-    distinct = {layer.digest: layer for layer in parsed.layers}
-    downloads = {
-        digest: asyncio.ensure_future(client.blob(reference, layer, store, report.received))
-        for digest, layer in distinct.items()
-    }
-    try:
-        for number, (layer, diff_id) in enumerate(zip(parsed.layers, ids, strict=True), 1):
-            lease = await downloads[layer.digest]
-            progress(f"unpacking layer {number} of {count}")
-            try:
-                await unpacker.apply(tree, lease.path, diff_id=diff_id)
-            except (DigestMismatchError, ArchiveError) as error:
-                if not isinstance(error, ImageTooLargeError):
-                    lease.close()
-                    store.remove(layer.digest)
-                raise
-    finally:
-        for download in downloads.values():
+class _Files:
+    """Archives of a local image."""
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        self._layers = layers
+
+    def start(self, first: int) -> None:
+        pass
+
+    async def apply(self, number: int, unpack: Callable[[Path], Awaitable[None]]) -> None:
+        await unpack(self._layers[number].path)
+
+
+class _Downloads:
+    """Archives of a registry's image, downloaded side by side; as an asynchronous context manager."""
+
+    def __init__(
+        self,
+        client: RegistryClient,
+        store: BlobStore,
+        reference: Reference,
+        parsed: Manifest,
+        maker: _Maker,
+        size_mib: int,
+    ) -> None:
+        self._client = client
+        self._store = store
+        self._reference = reference
+        self._parsed = parsed
+        self._maker = maker
+        self._size = size_mib
+        self._tasks: dict[str, asyncio.Future[Lease]] = {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for download in self._tasks.values():
             download.cancel()
-        for result in await asyncio.gather(*downloads.values(), return_exceptions=True):
+        for result in await asyncio.gather(*self._tasks.values(), return_exceptions=True):
             if isinstance(result, Lease):
                 result.close()
 
+    def start(self, first: int) -> None:
+        """Raises ImageTooLargeError, CapacityError."""
+        # A layer may occur twice; it is downloaded once.
+        wanted = {layer.digest: layer for layer in self._parsed.layers[first:] if layer.digest not in self._tasks}
+        total = sum(layer.size or 0 for layer in wanted.values())
+        _check_sizes(total, self._maker.home, self._size, self._maker.settings)
+        if wanted:
+            self._maker.progress(f"pulling {self._reference}: {len(wanted)} layers, {total / 1e6:.1f} MB")
+        report = _Download(total, self._maker.progress)
+        for digest, layer in wanted.items():
+            work = self._client.blob(self._reference, layer, self._store, report.received)
+            self._tasks[digest] = asyncio.ensure_future(work)
 
-async def _finish(
-    tree: Path, target: Path, config: ImageConfig, size_mib: int, unpacker: Unpacker, progress: Progress
-) -> ImageConfig:
-    """The configuration as a sandbox follows it: its user has a name."""
-    config = replace(config, user=await unpacker.prepare(tree, config.user, config.env.get("PATH", "")))
-    progress("writing the file system")
-    image = tree.with_name("image")
-    await make_ext4(tree, image, target.stem, size_mib)
-    await asyncio.to_thread(write_durably, target.with_suffix(".json"), json.dumps(asdict(config)).encode())
-    image.rename(target)
-    return config
-
-
-def _cached(target: Path) -> ImageConfig | None:
-    """The configuration of a converted image, which is marked as used; None where there is none."""
-    try:
-        value = json.loads(target.with_suffix(".json").read_bytes())
-        os.utime(target)
-        fields: dict[str, Any] = {key: tuple(item) if key in _TUPLES else item for key, item in value.items()}
-        return ImageConfig(**fields)
-    except (FileNotFoundError, ValueError, TypeError):
-        return None
-
-
-@contextlib.asynccontextmanager
-async def _making(home: Path, digest: str, size_mib: int) -> AsyncIterator[Path]:
-    """Where the converted image is to be, with the right to make it."""
-    name = f"{digest.partition(':')[2]}-{size_mib}-v{VERSION}.ext4"
-    target = home / "images" / "rootfs" / name
-    target.parent.mkdir(parents=True, exist_ok=True)
-    async with locked(home / "images" / "locks" / name):
-        yield target
+    async def apply(self, number: int, unpack: Callable[[Path], Awaitable[None]]) -> None:
+        """A damaged one is removed, so that the next pull downloads it."""
+        digest = self._parsed.layers[number].digest
+        lease = await self._tasks[digest]
+        try:
+            await unpack(lease.path)
+        except (DigestMismatchError, ArchiveError) as error:
+            if not isinstance(error, ImageTooLargeError):
+                lease.close()
+                self._store.remove(digest)
+            raise
 
 
-@contextlib.asynccontextmanager
-async def _workspace(home: Path) -> AsyncIterator[Path]:
-    """A new directory that only root may enter (set-user-id files and devices go in), locked while it is in use."""
-    parent = home / "images" / "work"
-    parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    await asyncio.to_thread(_remove_leftovers, parent)
-    work = Path(tempfile.mkdtemp(prefix="unpacking-", dir=parent))
-    descriptor = os.open(work, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        try_lock(descriptor)
-        yield work
-    finally:
-        await asyncio.shield(asyncio.to_thread(shutil.rmtree, work, ignore_errors=True))
-        os.close(descriptor)
-
-
-def _remove_leftovers(parent: Path) -> None:
-    """Remove what a crash left: workspaces that nobody has locked. A minute old, as one may not be locked yet."""
-    for path in parent.iterdir():
-        with contextlib.suppress(OSError):
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                if time.time() - os.fstat(descriptor).st_ctime > 60 and try_lock(descriptor):
-                    shutil.rmtree(path, ignore_errors=True)
-            finally:
-                os.close(descriptor)
-
-
-def _unpacker(size_mib: int, work: Path, settings: Settings, progress: Progress) -> Unpacker:
-    return Unpacker(size_mib, work, settings.reserve_disk, progress)
-
-
-def _new_tree(work: Path) -> Path:
-    tree = work / "tree"
-    tree.mkdir(mode=0o755)
-    tree.chmod(0o755)
-    return tree
-
-
-def _check_sizes(parsed: Manifest, home: Path, size_mib: int, settings: Settings) -> None:
+def _check_sizes(total: int, home: Path, size_mib: int, settings: Settings) -> None:
     """Refuse before the download what cannot fit after it."""
-    total = sum(layer.size or 0 for layer in parsed.layers)
     if total > 2 * size_mib * MIB:
         raise ImageTooLargeError(
             f"The image has {total // MIB} MiB of compressed layers, for a disk of {size_mib} MiB.",

@@ -30,7 +30,7 @@ from aenv.image.manifest import (
     manifest,
     select,
 )
-from aenv.image.worker import Unpacker
+from aenv.image.unpacker import Unpacker
 
 OCI, DOCKER_ARCHIVE, TAR = "oci", "docker-archive", "tar"
 _REF_NAME = "org.opencontainers.image.ref.name"
@@ -83,7 +83,7 @@ async def identity(source: LocalSource) -> str:
     """A digest that changes with the image: of its file, or of an OCI layout's manifest."""
     if source.path.is_dir():
         return await asyncio.to_thread(lambda: _Layout(source.path, source.name).resolve()[0])
-    return await asyncio.to_thread(_file_digest, source.path, source.name)
+    return await asyncio.to_thread(file_digest, source.path, source.name)
 
 
 async def open_local(
@@ -99,7 +99,7 @@ async def open_local(
     if path.is_file():
         path = work / "archive"
         path.mkdir(mode=0o700)
-        await unpacker.apply(path, source.path.resolve(), whiteouts=False)
+        await unpacker.extract(path, source.path.resolve())
     read: Callable[[Path, str, str], tuple[ImageConfig, list[Layer]]]
     read = _read_layout if source.kind == OCI else _read_docker
     return await asyncio.to_thread(read, path, source.name, digest)
@@ -212,7 +212,8 @@ def _blob_name(digest: str) -> str:
     return "blobs/" + digest.replace(":", "/")
 
 
-def _file_digest(path: Path, name: str) -> str:
+def file_digest(path: Path, name: str = "") -> str:
+    """Of the file's bytes, and of ``name``."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256")
     if name:

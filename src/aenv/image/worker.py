@@ -1,11 +1,12 @@
-"""Unpacks layers in a process of its own: a layer is seconds of Python, which would hold up the server's event loop.
+"""A process that unpacks layers: ``python -m aenv.image.worker`` reads one JSON object a line and answers each with
+one line, but for the first, which says where (``aenv.image.unpacker``). It ends with its input.
 
-``python -m aenv.image.worker`` reads one JSON object a line and answers each with one line. It ends with its input.
+Layers go to a file system that is mounted for this process alone, so that nothing is left of it, however it ends.
 """
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import ctypes
 import json
 import os
@@ -13,103 +14,120 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from types import FrameType
+from typing import Any, NoReturn
 
-from aenv.errors import AenvError, CapacityError
-from aenv.image import errors
+from aenv.errors import AenvError
+from aenv.image.answers import describe
 from aenv.image.budget import Budget
+from aenv.image.diskserver import DiskServer
+from aenv.image.ext4 import make_blank
 from aenv.image.layers import apply_layer
+from aenv.image.loop import LoopDevice, leave_mounts, unmount
 from aenv.image.prepare import prepare_for_sandbox
 
 _NICENESS = 5  # sandboxes come first
 _PR_SET_PDEATHSIG = 1
-_MAX_LINE = 1 << 20
 
 
-class Unpacker:
-    """The process, as an asynchronous context manager. Cancelling ends it; the caller removes what it wrote."""
+class _EndedError(BaseException):
+    """The process was told to end."""
 
-    def __init__(self, size_mib: int, work: Path, reserve_mib: int, note: Callable[[str], None]) -> None:
-        self._limits = {"size_mib": size_mib, "work": str(work), "reserve_mib": reserve_mib}
-        self._note = note
-        self._process: asyncio.subprocess.Process | None = None
 
-    async def __aenter__(self) -> Self:
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            __name__,
-            json.dumps(self._limits),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=_MAX_LINE,
-        )
-        return self
+class _Work:
+    """What the process has: the disk, and its file system, which is mounted when somebody needs it."""
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._process is not None
-        if self._process.returncode is None:
-            self._process.kill()  # it has nothing to finish
-        # Shielded: the tree may be removed only once its writer is gone.
-        await asyncio.shield(asyncio.ensure_future(self._process.wait()))
+    def __init__(self, size_mib: int, work: Path, reserve_mib: int) -> None:
+        self._file, self._tree = work / "disk", work / "tree"
+        self._tree.mkdir(mode=0o700)
+        self._disk = DiskServer(self._file, work)
+        self._size = size_mib << 20
+        self._budget = Budget(size_mib, work, reserve_mib)
+        self._loop: LoopDevice | None = None
+        self._mounted = False
 
-    async def apply(self, tree: Path, layer: Path, *, diff_id: str | None = None, whiteouts: bool = True) -> None:
-        """See ``apply_layer``."""
-        await self._call({"tree": str(tree), "layer": str(layer), "diff_id": diff_id, "whiteouts": whiteouts})
+    def run(self, request: dict[str, Any], note: Callable[[str], None]) -> dict[str, Any]:
+        match request["op"]:
+            case "show":
+                self._show(request["layers"], make=request["format"])
+            case "apply":
+                options = {"diff_id": request["diff_id"], "whiteouts": request["whiteouts"], "note": note}
+                with self._disk.blamed():
+                    apply_layer(self._mount(), Path(request["layer"]), self._budget, **options)
+            case "extract":
+                folder = Path(request["folder"])
+                apply_layer(folder, Path(request["layer"]), self._budget, whiteouts=False, note=note)
+            case "prepare":
+                with self._disk.blamed():
+                    return {"user": prepare_for_sandbox(self._mount(), request["user"], request["path"])}
+            case "seal":
+                with self._disk.blamed():
+                    self._unmount()
+                digest, size = self._disk.seal(request["out"])
+                return {"digest": digest, "size": size}
+        return {}
 
-    async def prepare(self, tree: Path, user: str, path: str) -> str:
-        """See ``prepare_for_sandbox``."""
-        return str((await self._call({"prepare": str(tree), "user": user, "path": path}))["user"])
+    def _show(self, layers: list[str], *, make: bool) -> None:
+        self._disk.show(layers, self._size)
+        if make:
+            make_blank(self._file)
 
-    async def _call(self, request: dict[str, Any]) -> dict[str, Any]:
-        process = self._process
-        assert process is not None and process.stdin is not None and process.stdout is not None
-        try:
-            process.stdin.write(json.dumps(request).encode() + b"\n")
-            await process.stdin.drain()
-            line = await process.stdout.readline()
-            answer: dict[str, Any] = json.loads(line)
-        except (OSError, ValueError) as error:
-            raise errors.ImageError(
-                f"The process that unpacks the image ended with status {await process.wait()}.",
-                "The server's log may say why; it may have run out of memory.",
-            ) from error
-        for text in answer.get("notes", []):
-            self._note(text)
-        if "error" in answer:
-            kind = CapacityError if answer["error"] == "CapacityError" else getattr(errors, answer["error"], None)
-            raise (kind or errors.ImageError)(answer["message"], answer["hint"])
-        return answer
+    def _mount(self) -> Path:
+        if not self._mounted:
+            self._loop = self._loop or LoopDevice(self._file)
+            self._loop.mount(self._tree)
+            self._mounted = True
+        return self._tree
+
+    def _unmount(self) -> None:
+        if self._mounted and self._loop is not None:
+            self._loop.unmount()
+            self._mounted = False
+
+    def close(self) -> None:
+        with contextlib.suppress(AenvError):
+            self._disk.discard()
+            if self._loop is not None:
+                self._loop.close()
+        self._disk.close(orderly=not unmount(self._file))
 
 
 def main() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.nice(_NICENESS)
-    limits = json.loads(sys.argv[1])
-    budget = Budget(limits["size_mib"], Path(limits["work"]), limits["reserve_mib"])
-    for line in sys.stdin:
-        request, notes = json.loads(line), list[str]()
-        answer: dict[str, Any] = {"notes": notes}
+    signal.signal(signal.SIGTERM, _ended)
+    work: _Work | None = None
+    failure: AenvError | None = None
+    try:
+        limits = json.loads(sys.stdin.readline() or "null")
+        if limits is None:
+            return
         try:
-            if "prepare" in request:
-                tree = Path(request["prepare"])
-                answer["user"] = prepare_for_sandbox(tree, request["user"], request["path"])
-            else:
-                tree, layer = Path(request["tree"]), Path(request["layer"])
-                apply_layer(
-                    tree,
-                    layer,
-                    budget,
-                    diff_id=request["diff_id"],
-                    whiteouts=request["whiteouts"],
-                    note=notes.append,
-                )
+            leave_mounts()
+            work = _Work(limits["size_mib"], Path(limits["work"]), limits["reserve_mib"])
         except AenvError as error:
-            answer |= {"error": type(error).__name__, "message": error.message, "hint": error.hint}
-        print(json.dumps(answer), flush=True)
+            failure = error
+        for line in sys.stdin:
+            notes = list[str]()
+            answer: dict[str, Any] = {"notes": notes}
+            try:
+                if work is None:
+                    assert failure is not None
+                    raise failure
+                answer |= work.run(json.loads(line), notes.append)
+            except AenvError as error:
+                answer |= describe(error)
+            print(json.dumps(answer), flush=True)
+    except _EndedError:
+        pass
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if work is not None:
+            work.close()
+
+
+def _ended(number: int, frame: FrameType | None) -> NoReturn:
+    raise _EndedError
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@
 
 from aenv.client import process
 from aenv.errors import SandboxStartError, SandboxUnreachableError
+from aenv.image.manifest import ImageConfig
 from aenv.image.prepare import STAND_IN
 
 # $1 the user's number when the image gives one, else empty; $2 its group's; $3 PATH.
@@ -58,12 +59,12 @@ def split_user(user: str) -> tuple[str, str, str]:
     return f"uid{int(name)}", str(int(name)), str(int(group)) if group.isdecimal() else "0"
 
 
-async def complete(host: str, token: str | None, user: str, path: str) -> None:
+async def complete(host: str, token: str | None, image: ImageConfig) -> None:
     """Run ``SCRIPT`` in a guest. Raises SandboxStartError where it cannot be run."""
-    _, number, group = split_user(user)
+    _, number, group = split_user(image.user)
     said, ended = bytearray(), None
     try:
-        argv = ["/bin/sh", "-c", SCRIPT, "sh", number, group, path]
+        argv = ["/bin/sh", "-c", SCRIPT, "sh", number, group, image.env.get("PATH", "")]
         async for event in process.events(host, argv, user="root", cwd="/", token=token):
             if isinstance(event, process.Output):
                 said += event.data[: 1 << 14]

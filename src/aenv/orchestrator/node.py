@@ -134,13 +134,12 @@ class Node:
         root = await self._cold.root(spec.template, machine)
         self._capacity.take(1)
         try:
-            async with self._cold.recording(root):
-                with self._store.transaction():
-                    snapshot = self._cold.snapshot(root, self._cold.put(root))
-                    origin = self._cold.origin(spec.template, root)
-                    child = records.created(spec, origin, snapshot, datetime.now(UTC))
-                    self._store.snapshots.put(snapshot)
-                    self._put(child)
+            with self._store.transaction():
+                snapshot = self._cold.snapshot(root, self._cold.put(root))
+                origin = self._cold.origin(spec.template, root)
+                child = records.created(spec, origin, snapshot, datetime.now(UTC))
+                self._store.snapshots.put(snapshot)
+                self._put(child)
         except BaseException:
             self._capacity.give_back()
             raise

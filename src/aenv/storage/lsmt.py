@@ -53,6 +53,19 @@ def _header(flags: int, index_offset: int, index_size: int, virtual_size: int) -
     return packed.ljust(BLOCK, b"\0")
 
 
+def frame(
+    offset: Words, length: Words, source: Words, zeroed: Flags, data_end: int, virtual_size: int
+) -> tuple[bytes, bytes]:
+    """What a layer has before its data, and what it has behind it, from byte ``data_end`` on.
+
+    The extents (bytes) are sorted by ``offset`` and disjoint; ``source`` is their position in the file.
+    """
+    index = encode_index(*merge(offset, length, source, zeroed))
+    sealed = FLAG_DATA | FLAG_SEALED
+    trailer = _header(sealed | FLAG_VALID, data_end, len(index) // ENTRY, virtual_size)
+    return _header(sealed | FLAG_HEADER, 0, 0, virtual_size), index + trailer
+
+
 class LayerWriter:
     """Writes a layer at ``path`` through a temporary neighbour; nothing is visible before ``commit``.
 
@@ -105,12 +118,9 @@ class LayerWriter:
         offset, length, source = (np.concatenate([part[i] for part in parts]) for i in range(3))
         zeroed = np.concatenate([part[3] for part in parts])
         order = np.argsort(offset, kind="stable")
-        offset, length, source, zeroed = merge(offset[order], length[order], source[order], zeroed[order])
-        index = encode_index(offset, length, source, zeroed)
-        sealed = FLAG_DATA | FLAG_SEALED
-        trailer = _header(sealed | FLAG_VALID, self._position, len(index) // ENTRY, self._size)
-        self._write(index + trailer, self._position)
-        self._write(_header(sealed | FLAG_HEADER, 0, 0, self._size), 0)
+        head, tail = frame(offset[order], length[order], source[order], zeroed[order], self._position, self._size)
+        self._write(tail, self._position)
+        self._write(head, 0)
         with disk_errors(self._path):
             if durable:
                 os.fsync(self._fd)

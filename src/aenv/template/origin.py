@@ -5,18 +5,16 @@ another VMM, or one in which a start command or a user's programs run) it is boo
 like a step.
 """
 
-import os
-import secrets
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
 
 from aenv.errors import InvalidRequestError
 from aenv.image.defaults import DEFAULT_USER
-from aenv.image.rootfs import pull_rootfs
+from aenv.orchestrator import firstboot
 from aenv.orchestrator.builds import CachedLayer
 from aenv.orchestrator.catalog import find, written
 from aenv.orchestrator.model import SavedSnapshot, Template
+from aenv.orchestrator.ondemand import ImageDisk, ImageVolumes
 from aenv.snapshot.model import DiskLayer, Snapshot
 from aenv.template import context as contexts
 from aenv.template import keys, scripts
@@ -24,7 +22,7 @@ from aenv.template.cache import LayerCache
 from aenv.template.context import DEFAULT_PATH, Context
 from aenv.template.guest import BuildGuest
 from aenv.template.journal import Journal
-from aenv.template.machine import BuildMachine, Pins, Workshop
+from aenv.template.machine import MIB, BuildMachine, Pins, Workshop
 from aenv.template.plan import Plan
 
 BASE = "base"
@@ -36,13 +34,13 @@ SETTLE = "true; command -v python3 >/dev/null && python3 -c 'import json, subpro
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """``key`` names its contents. Either ``snapshot`` or ``rootfs`` is set."""
+    """``key`` names its contents. Either ``snapshot`` or ``disk`` is set."""
 
     key: str
     context: Context
     snapshot: Snapshot | None = None
     initramfs_sha256: str = ""  # of the snapshot's guest
-    rootfs: Path | None = None
+    disk: ImageDisk | None = None
     settled: bool = True  # whether the snapshot's disk has all that its guest wrote
     start_cmd: str = ""  # of the template it comes from; it runs in the snapshot
     ready_cmd: str = ""
@@ -55,9 +53,10 @@ def is_base(image: str) -> bool:
 
 
 class Origins:
-    def __init__(self, workshop: Workshop, cache: LayerCache) -> None:
+    def __init__(self, workshop: Workshop, cache: LayerCache, images: ImageVolumes) -> None:
         self._workshop = workshop
         self._cache = cache
+        self._images = images
 
     async def find(self, plan: Plan, journal: Journal) -> Origin:
         """Resolve what ``plan`` starts from; an image is pulled. Raises ImageError and others of ``AenvError``."""
@@ -85,17 +84,18 @@ class Origins:
     async def _pull(self, image: str, plan: Plan, journal: Journal) -> Origin:
         settings = self._workshop.settings
         journal.write(f"FROM image {image}", step=BASE)
-        rootfs, config = await pull_rootfs(
+        disk = await self._images.pull(
             image,
-            settings.home,
             size_mib=settings.default_disk,
-            settings=settings,
             credentials=(plan.login.username, plan.login.password) if plan.login else None,
             progress=lambda message: journal.write(message, step=BASE),
         )
+        config = disk.config
+        user = config.user if disk.prepared else firstboot.split_user(config.user)[0]
         begin = contexts.of_dockerfile if plan.dockerfile else contexts.of_image
-        context = begin(config.env, config.user, config.working_dir)
-        return Origin(keys.of_image(config.digest, settings.default_disk), context, rootfs=rootfs)
+        context = begin(config.env, user, config.working_dir)
+        key = keys.of_image(config.digest, disk.volume.virtual_size // MIB)
+        return Origin(key, context, disk=disk)
 
     async def start(self, origin: Origin, plan: Plan, journal: Journal, pins: Pins) -> BuildMachine:
         """A machine of the plan's shape that is as ``origin`` says."""
@@ -118,34 +118,26 @@ class Origins:
 
         What follows starts from the snapshot instead: captures of a booted machine write all its memory each time.
         """
-        workshop = self._workshop
+        workshop, store = self._workshop, self._workshop.store
         journal.write(f"booting with {plan.shape.vcpus} vCPU and {plan.shape.memory_mib} MiB", step=BASE)
-        if origin.snapshot is not None:
+        if origin.disk is not None:
+            with store.transaction():
+                parent = self._images.put(store, origin.disk)
+            disk_mib = -(-origin.disk.volume.virtual_size // MIB)
+        else:
+            assert origin.snapshot is not None
             pins.add(origin.snapshot.id)
-            parent = workshop.store.layers[origin.snapshot.disk]
+            parent = store.layers[origin.snapshot.disk]
             disk_mib = origin.snapshot.disk_mib
             if not origin.settled:
                 parent = await workshop.settled(origin.snapshot, pins)
-        else:
-            assert origin.rootfs is not None
-            parent, disk_mib = self._import(origin.rootfs), workshop.settings.default_disk
         try:
-            machine = await workshop.boot(parent, plan.shape, disk_mib, pins)
-        except BaseException:
-            if parent.id not in workshop.store.layers.rows:
-                workshop.layout.layer(parent).unlink(missing_ok=True)
-            raise
-        try:
-            guest = BuildGuest(machine, journal)
-            if origin.rootfs is not None:
-                await guest.script(scripts.PROVISION)
-            if origin.context.env.get("PATH", DEFAULT_PATH) != DEFAULT_PATH:
-                await guest.set_path(origin.context.env["PATH"])
-            await guest.check(SETTLE, replace(origin.context, workdir=None))
-            await guest.sync()
-            captured = await machine.finish()
+            with workshop.checkpoints.files.reading([parent]):
+                captured = await self._settle(origin, parent, plan, disk_mib, journal, pins)
         finally:
-            await machine.close()
+            if parent.id not in store.layers.rows:
+                workshop.layout.layer(parent).unlink(missing_ok=True)
+            workshop.checkpoints.collect_garbage()
         layer = CachedLayer(
             id=key,
             snapshot_id=captured.id,
@@ -158,11 +150,23 @@ class Origins:
         self._cache.put(layer)
         return layer
 
-    def _import(self, rootfs: Path) -> DiskLayer:
-        """The image as a disk layer: a second name of the same file, which is never written."""
-        layer = DiskLayer(secrets.token_hex(10), None, "raw")
-        os.link(rootfs, self._workshop.layout.layer(layer))
-        return layer
+    async def _settle(
+        self, origin: Origin, parent: DiskLayer, plan: Plan, disk_mib: int, journal: Journal, pins: Pins
+    ) -> Snapshot:
+        machine = await self._workshop.boot(parent, plan.shape, disk_mib, pins)
+        try:
+            guest = BuildGuest(machine, journal)
+            if origin.disk is not None:
+                if not origin.disk.prepared:
+                    await firstboot.complete(machine.host, None, origin.disk.config)
+                await guest.script(scripts.PROVISION)
+            if origin.context.env.get("PATH", DEFAULT_PATH) != DEFAULT_PATH:
+                await guest.set_path(origin.context.env["PATH"])
+            await guest.check(SETTLE, replace(origin.context, workdir=None))
+            await guest.sync()
+            return await machine.finish()
+        finally:
+            await machine.close()
 
 
 def _called(value: Template | SavedSnapshot) -> str:
