@@ -6,7 +6,9 @@ mounted file is between. See ``docs/internals/disk-exports.md`` for figures and 
 
 import asyncio
 import contextlib
+import ctypes
 import json
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -20,10 +22,12 @@ from aenv.vmm.disk.qmp_disk import QmpDisk
 from aenv.vmm.qmp import QmpClient
 
 log = structlog.get_logger()
+_libc = ctypes.CDLL(None, use_errno=True)
 
 KIND = "fuse"
 PROGRAM = "qemu-storage-daemon"
 MOUNT_POINT = "disk.raw"
+AT_FDCWD, AT_STATX_FORCE_SYNC, STATX_SIZE = -100, 0x2000, 0x200  # linux/fcntl.h, linux/stat.h
 CONNECT_TIMEOUT = 30.0  # seconds until a daemon answers; 25 ms on an idle host
 
 
@@ -74,6 +78,7 @@ class FuseExport:
 
     async def grow(self, size: int) -> None:
         await self._disk.grow(size)
+        await asyncio.to_thread(_ask_for_size, self.path)
 
     async def close(self) -> None:
         with contextlib.suppress(VmmError):
@@ -146,6 +151,13 @@ def available(program: str = PROGRAM) -> str | None:
     if not Path("/dev/fuse").exists():
         return "this kernel has no /dev/fuse"
     return None
+
+
+def _ask_for_size(path: Path) -> None:
+    """The kernel believes for a second what it knows of a FUSE file; whoever opens it would find the old size."""
+    answer = ctypes.create_string_buffer(256)  # struct statx, statx(2)
+    if _libc.statx(AT_FDCWD, os.fsencode(path), AT_STATX_FORCE_SYNC, STATX_SIZE, answer):
+        raise VmmError(f"{path} does not say how large it is: {os.strerror(ctypes.get_errno())}.")
 
 
 def _remove(directory: Path) -> None:
