@@ -28,8 +28,8 @@ from aenv.network.slot import NetworkSlot
 from aenv.storage.lsmt import compose
 from aenv.vmm.choice import Hypervisors
 from aenv.vmm.protocol import MachineShape, NetworkAttachment
-from aenv.vmm.qemu import QemuVmm
 from aenv.vmm.qemu_command import Platform
+from aenv.vmm.qemu_vmm import QemuVmm
 from bench.by_hand import (
     RawSnapshot,
     RawVm,

@@ -25,9 +25,12 @@ from aenv.guest.kernel import ensure_kernel
 from aenv.guest.modules import Module
 from aenv.storage import lsmt, qcow2
 from aenv.vmm.choice import make_qemu
+from aenv.vmm.jail import Jailer
+from aenv.vmm.jail_settings import JailSettings
 from aenv.vmm.probe import find_qemu
 from aenv.vmm.protocol import Accelerator, MachineShape, MemoryImage, NetworkAttachment
-from aenv.vmm.qemu import QemuVm, QemuVmm
+from aenv.vmm.qemu import QemuVm
+from aenv.vmm.qemu_vmm import QemuVmm
 
 GUEST = "169.254.77.2"
 PORT = 7000
@@ -141,10 +144,13 @@ def namespaces(root_only: None) -> Iterator[Namespaces]:
 async def vmm(guest_files: GuestFiles, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[QemuVmm]:
     home, runtime = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("run")
     qemu = await find_qemu("qemu-system-x86_64")
+    confined = os.environ.get("AENV_TEST_JAIL") != "off"
+    jail = JailSettings(mode="on" if confined else "off", node=f"vmmtest{os.getpid()}")
     accelerator = Accelerator(os.environ.get("AENV_TEST_ACCELERATOR", "tcg"))
     made = make_qemu(
-        home, runtime, qemu, accelerator, guest_files.kernel, guest_files.initramfs, guest_files.kernel_sha256
-    )
+        home, runtime, qemu, accelerator, guest_files.kernel, guest_files.initramfs, guest_files.kernel_sha256,
+        Jailer(jail, home, runtime), [tmp_path_factory.getbasetemp()],
+    )  # fmt: skip
     yield made
     for vm_id in made.known():
         if vm := await made.adopt(vm_id):

@@ -23,9 +23,12 @@ from aenv.guest.kernel import ensure_kernel
 from aenv.storage import lsmt, qcow2
 from aenv.vmm import qemu_command
 from aenv.vmm.choice import make_qemu
+from aenv.vmm.jail import Jailer
+from aenv.vmm.jail_settings import JailSettings
 from aenv.vmm.probe import find_qemu
 from aenv.vmm.protocol import Accelerator, MachineShape, MemoryImage, NetworkAttachment
-from aenv.vmm.qemu import QemuVm, QemuVmm
+from aenv.vmm.qemu import QemuVm
+from aenv.vmm.qemu_vmm import QemuVmm
 from tests.vmm.conftest import Namespaces, ask
 
 # ruff: noqa: ASYNC221
@@ -131,7 +134,11 @@ async def main() -> None:
     initramfs = directory / "initramfs.cpio"
     initramfs.write_bytes(write_cpio(guest_entries(init.read_bytes(), kernel.modules)))
     qemu = await find_qemu("qemu-system-x86_64")
-    vmm = make_qemu(directory, directory / "run", qemu, Accelerator.TCG, kernel.vmlinux, initramfs, kernel.sha256)
+    jail = JailSettings(mode="off" if os.environ.get("AENV_TEST_JAIL") == "off" else "auto", node="measure")
+    vmm = make_qemu(
+        directory, directory / "run", qemu, Accelerator.TCG, kernel.vmlinux, initramfs, kernel.sha256,
+        Jailer(jail, directory, directory / "run"), [directory],
+    )  # fmt: skip
     namespaces = Namespaces()
     try:
         await measure(vmm, namespaces, directory, shape)
@@ -225,7 +232,7 @@ async def measure(vmm: QemuVmm, namespaces: Namespaces, directory: Path, shape: 
     show(f"capture, {stats.memory_bytes >> 10} KiB data {stats.zero_bytes >> 10} KiB zero", captures)
     layers = []
     await vm.stop()
-    frozen = await vm.root_disk()
+    frozen = await vm.disk()
     await vm.capture(directory / "state1", directory / "delta1")
     for _ in range(ROUNDS):
         path = directory / f"r{time.monotonic_ns()}.qcow2"

@@ -1,23 +1,22 @@
 """The command line of a machine."""
 
 import itertools
-import json
 from pathlib import Path
 
 import pytest
 
 from aenv.vmm.protocol import Accelerator, MachineShape, NetworkAttachment
-from aenv.vmm.qemu_command import BootSource, Platform, command, kernel_parameters, memory_backend
+from aenv.vmm.qemu_command import BootSource, Given, Platform, command, kernel_parameters, memory_backend
 
 TCG = Platform("qemu-system-x86_64", Accelerator.TCG, "max", 2_600_000)
 KVM = Platform("qemu-system-x86_64", Accelerator.KVM, "host", 2_600_000)
 SHAPE = MachineShape(2, 512)
 NETWORK = NetworkAttachment("ns", "tap0", "02:00:00:00:00:01")
-BOOT = BootSource(Path("/k"), Path("/i"), "console=ttyS0", Path("/mem"), Path("/disk"))
+BOOT = BootSource(Path("/k"), Path("/i"), "console=ttyS0")
 
 
-def build(platform: Platform, boot: BootSource | None) -> list[str]:
-    return command(platform, "v", SHAPE, NETWORK, Path("/con,sole"), 7, boot)
+def build(platform: Platform, boot: BootSource | None, given: Given | None = None) -> list[str]:
+    return command(platform, "v", SHAPE, NETWORK, Path("/con,sole"), 7, boot, given)
 
 
 def devices(argv: list[str]) -> list[str]:
@@ -47,8 +46,15 @@ def test_commas_are_escaped() -> None:
 def test_guest_memory_can_never_reach_the_file() -> None:
     backend = memory_backend(Path("/m"), 512)
     assert (backend["share"], backend["readonly"], backend["rom"]) == (False, True, "off")
-    argv = build(TCG, BOOT)
-    assert json.loads(argv[argv.index("-object") + 1])["mem-path"] == "/mem"
+    assert backend["mem-path"] == "/m"
+
+
+def test_a_process_without_rights_opens_nothing_but_what_it_is_given() -> None:
+    argv = build(KVM, BOOT, Given(console=8, tap=9, kvm=10))
+    assert "kvm,device=/dev/fdset/2" in argv and "fd=10,set=2" in argv
+    assert "file,id=console,path=/dev/fdset/1,append=on" in argv and "fd=8,set=1,opaque=/con,,sole" in argv
+    assert "tap,id=net,fd=9" in argv and not any("tap0" in word for word in argv)
+    assert devices(argv) == devices(build(KVM, None))
 
 
 def test_kernel_parameters() -> None:

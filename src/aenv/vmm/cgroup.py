@@ -176,6 +176,12 @@ class Cgroups:
                         continue
                 break
 
+    def close(self) -> None:
+        """Remove the node's own group, unless VMs are in it."""
+        for hierarchy in self._hierarchies():
+            with contextlib.suppress(OSError):
+                (hierarchy.root / self._group).rmdir()
+
     def names(self) -> list[str]:
         """VMs that have a group."""
         found: set[str] = set()

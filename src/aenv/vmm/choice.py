@@ -2,15 +2,16 @@
 
 import asyncio
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from aenv.config import Settings
 from aenv.errors import VmmError
 from aenv.vmm import qemu_command
+from aenv.vmm.jail import Jailer
 from aenv.vmm.probe import QemuBinary, cpu_option, find_qemu, host_cpu, remembered_probe, tsc_khz
 from aenv.vmm.protocol import Accelerator, Fingerprint, Vmm
-from aenv.vmm.qemu import QemuVmm
+from aenv.vmm.qemu_vmm import QemuVmm
 from aenv.vmm.verdict import CANDIDATES, Candidate, Verdict, allowed, missing
 
 Progress = Callable[[str], None]
@@ -99,6 +100,8 @@ def make_qemu(
     kernel: Path,
     initramfs: Path,
     kernel_sha256: str,
+    jailer: Jailer | None = None,
+    layers: Sequence[Path] | None = None,
 ) -> QemuVmm:
     """QEMU with that accelerator, not probed. Blocks for 0.1 s."""
     khz = tsc_khz(home)
@@ -109,7 +112,7 @@ def make_qemu(
         "qemu", qemu.version, accelerator, f"{cpu} ({where})", qemu_command.DEVICE_MODEL, kernel_sha256
     )
     platform = qemu_command.Platform(qemu.path, accelerator, cpu, khz)
-    return QemuVmm(home, runtime, platform, fingerprint, kernel, initramfs)
+    return QemuVmm(home, runtime, platform, fingerprint, kernel, initramfs, jailer, layers)
 
 
 def sha256_of(path: Path) -> str:

@@ -133,6 +133,11 @@ class Jail:
         with self._lock:
             return set(self._present)
 
+    def may_write(self, path: str) -> bool:
+        """Whether the process was given the file at that path to write; True when it finds what the host has."""
+        with self._lock:
+            return not self.enclosed or (path in self._present and self._present[path].writable)
+
     def close(self) -> None:
         """Give back user and control group of a process that has ended; idempotent."""
         if self._pidfd >= 0:
@@ -272,7 +277,9 @@ class Jailer:
         return self._cgroups.folders(vm_id)
 
     def close(self) -> None:
+        """Jails stay."""
         self.visitors.close()
+        self._cgroups.close()
 
     def _tidy(self, vms: Path) -> None:
         """Remove groups and users of VMs that the last server did not get to remove."""

@@ -1,77 +1,40 @@
-"""The hypervisor boundary implemented with QEMU: ``QemuVmm`` makes VMs, ``QemuVm`` is one of them.
+"""One VM in QEMU, driven over QMP. ``aenv.vmm.qemu_vmm`` makes them.
 
 How it works, what was measured and which orders matter: ``docs/internals/vmm.md`` and ``memory-capture.md``.
 """
 
 import asyncio
-import contextlib
-import json
-import os
 import shutil
 import signal
-import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import structlog
 
 from aenv.errors import CapacityError, VmmError
-from aenv.storage import qcow2
-from aenv.storage.lsmt import disk_errors
-from aenv.vmm import hot, process, qemu_command, reclaim
+from aenv.vmm import hot, process, qemu_command, qemu_files, reclaim
 from aenv.vmm import memory as ram
-from aenv.vmm.protocol import (
-    CaptureStats,
-    Fingerprint,
-    MachineShape,
-    MemoryImage,
-    NetworkAttachment,
-)
+from aenv.vmm.disk.qmp_disk import QmpDisk
+from aenv.vmm.jail import Jail
+from aenv.vmm.jail_root import Share
+from aenv.vmm.protocol import CaptureStats, MachineShape, MemoryImage, NetworkAttachment
+from aenv.vmm.qemu_record import Record
 from aenv.vmm.qmp import QmpClient, QmpCommandError
 
 log = structlog.get_logger()
 
 T = TypeVar("T")
-ADOPT_TIMEOUT = 30.0  # seconds until a process that was found counts as hung
-LAUNCH_TIMEOUT = 30.0  # seconds until a new process answers QMP; 25 ms on an idle host
+Sent = list[tuple["asyncio.Future[Any]", str]]  # commands that are under way, and their names
 FULL_RETRY = 1.0  # seconds until a VM that met a full disk tries its write again
 STATE_TIMEOUT = 60.0  # seconds for saving or loading device state; 1 ms on an idle host
-RECORD = "process.json"
-QMP_SOCKET = "qmp.sock"
+MACHINE_TIMEOUT = 30.0  # seconds for making the machine; 5 ms on an idle host
 ERRORS = "qemu.log"
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """What ``adopt`` needs; written to ``process.json`` by rename. ``start`` guards against a reused pid."""
-
-    pid: int
-    start: int
-    vcpus: int
-    memory_mib: int
-    netns: str
-    tap: str
-    mac: str
-    memory: str | None  # the file that guest RAM maps; None until something was restored
-
-    def write(self, directory: Path) -> None:
-        temporary = directory / f".{RECORD}.{uuid.uuid4().hex[:8]}"
-        temporary.write_text(json.dumps(asdict(self)))
-        temporary.replace(directory / RECORD)
-
-    @classmethod
-    def read(cls, directory: Path) -> "Record | None":
-        """None when there is none, or it is not one of ours."""
-        try:
-            found = json.loads((directory / RECORD).read_text())
-            return cls(**{field.name: found[field.name] for field in fields(cls)})
-        except (OSError, ValueError, TypeError, KeyError):
-            return None
+STATE = "state"  # where QEMU writes device state, before it gets its name
 
 
 class QemuVm:
@@ -85,14 +48,20 @@ class QemuVm:
         record: Record,
         proc: process.Process,
         qmp: QmpClient,
+        jail: Jail,
+        layers: Sequence[Path],
         executor: ThreadPoolExecutor,
     ) -> None:
+        """``layers``: the folders that hold layers of disks."""
         self._id = vm_id
         self._directory = directory
         self._console = console
         self._record = record
         self._process = proc
         self._qmp = qmp
+        self._jail = jail
+        self._layers = layers
+        self._disk = QmpDisk(qmp, self._root, f"VM {vm_id}", self._show)
         self._executor = executor
         self._stopped_at: float | None = None
         self._held = False  # stopped by us, so that nothing but ``cont`` may let it run
@@ -136,24 +105,14 @@ class QemuVm:
         if self._record.memory is not None:
             raise VmmError(f"VM {self._id} has been restored or booted already.")
         self._record = replace(self._record, memory=str(memory.base))
-        # All of this is on the wire before the first answer; QEMU runs it in order. The second half fails if the
-        # first did, and the error that is raised is the first one.
-        backend = qemu_command.memory_backend(memory.base, self._record.memory_mib)
-        node = qmp.send("blockdev-add", qemu_command.disk_node(disk, qemu_command.ROOT_NODE, "qcow2"))
-        added = qmp.send("object-add", backend)
-        chosen = qmp.send(
-            "qom-set",
-            {"path": "/machine", "property": "memory-backend", "value": qemu_command.MEMORY_ID},
-        )
-        made = qmp.send("x-exit-preconfig")
+        loaded = await self._blocking(self._provide, memory.base, disk, [state])
+        mapped, made = self._make_machine(memory.base, disk)
         saved = self._blocking(self._record.write, self._directory)
-        await qmp.result(node, "blockdev-add")
-        await qmp.result(added, "object-add")
+        await self._answered(mapped)
         # Guest RAM is mapped from here on: the delta goes in while QEMU builds the machine.
         injected = self._blocking(self._inject, memory, size)
         try:
-            await qmp.result(chosen, "qom-set")
-            await qmp.result(made, "x-exit-preconfig")
+            await self._answered(made)
         finally:
             await asyncio.gather(injected, saved)
         # Loading checks virtio rings against guest RAM, so RAM must be complete before it.
@@ -164,7 +123,41 @@ class QemuVm:
         if event["status"] == "failed":
             why = (await qmp.execute("query-migrate")).get("error-desc", "no reason given")
             raise VmmError(f"QEMU cannot load the device state {state}: {why}.")
-        qmp.send("cont")  # its answer can wait for the emulator's first translation
+        await self._run(loaded)
+
+    async def boot(self, disk: Path, needed: Sequence[Path]) -> None:
+        """Boot what the command line says, once, with the memory of the record. ``needed``: files that this reads."""
+        assert self._record.memory is not None
+        memory = Path(self._record.memory)
+        loaded = await self._blocking(self._provide, memory, disk, needed)
+        mapped, made = self._make_machine(memory, disk)
+        await self._answered(mapped + made)
+        await self._run(loaded)
+
+    def _make_machine(self, memory: Path, disk: Path) -> tuple[Sent, Sent]:
+        """What is answered when guest RAM is mapped, and what when the machine is there.
+
+        All of it is on the wire before the first answer; QEMU runs it in order. The second half fails if the first
+        did, and the error to be raised is the first one.
+        """
+        qmp = self._qmp
+        node = qmp.send("blockdev-add", qemu_command.disk_node(disk, qemu_command.ROOT_NODE, "qcow2"))
+        added = qmp.send("object-add", qemu_command.memory_backend(memory, self._record.memory_mib))
+        chosen = qmp.send(
+            "qom-set",
+            {"path": "/machine", "property": "memory-backend", "value": qemu_command.MEMORY_ID},
+        )
+        built = qmp.send("x-exit-preconfig")
+        return [(node, "blockdev-add"), (added, "object-add")], [(chosen, "qom-set"), (built, "x-exit-preconfig")]
+
+    async def _answered(self, sent: Sent) -> None:
+        for future, command in sent:
+            await self._qmp.result(future, command, MACHINE_TIMEOUT)
+
+    async def _run(self, loaded: set[str]) -> None:
+        """Let the guest run, and take from QEMU what it has read and needs no more."""
+        self._qmp.send("cont")  # its answer can wait for the emulator's first translation
+        await self._blocking(self._jail.withdraw, loaded)
 
     async def stop(self) -> None:
         self._held = True
@@ -194,80 +187,42 @@ class QemuVm:
 
     async def capture(self, state: Path, delta: Path) -> CaptureStats:
         began = self._stopped_at if self._stopped_at is not None else time.monotonic()
+        written = self._directory / STATE
         temporary = state.with_name(f".{state.name}.{uuid.uuid4().hex[:8]}")
         try:
             try:
                 # live=False: else QEMU inactivates the disks, as Xen wants it for a migration.
-                arguments = {"filename": str(temporary), "live": False}
+                arguments = {"filename": str(written), "live": False}
                 await self._qmp.execute("xen-save-devices-state", arguments, STATE_TIMEOUT)
             except QmpCommandError as error:
-                if await self._blocking(_is_full, state.parent):
-                    raise CapacityError(f"No room left to write {state}.", "Free disk space.") from error
+                if await self._blocking(qemu_files.is_full, written.parent):
+                    raise CapacityError(f"No room left to write {written}.", "Free disk space.") from error
                 raise
             captured, used = await self._blocking(self._capture, delta)
-            state_bytes = temporary.stat().st_size
+            state_bytes = await self._blocking(qemu_files.keep_state, written, temporary)
             temporary.replace(state)
         finally:
             temporary.unlink(missing_ok=True)
         return CaptureStats(captured.data, captured.zero, state_bytes, time.monotonic() - began, used)
 
     async def disk(self) -> Path:
-        _, path = await self._root()
-        return path
+        return await self._disk.path()
 
     async def rebase_disk(self, overlay: Path) -> None:
-        node, current = await self._root()
-        number = node.rpartition("-")[2]
-        fresh = f"{qemu_command.ROOT_NODE}-{int(number) + 1 if number.isdigit() else 1}"
-        await self._blocking(qcow2.create_overlay, overlay, current)
-        try:
-            # backing null: the running node becomes the backing, not a second open of the same file.
-            add = self._qmp.send("blockdev-add", qemu_command.disk_node(overlay, fresh, "qcow2", backing=None))
-            swap = self._qmp.send("blockdev-snapshot", {"node": node, "overlay": fresh})
-            await self._qmp.result(add, "blockdev-add")
-            await self._qmp.result(swap, "blockdev-snapshot")
-        except VmmError:
-            with contextlib.suppress(VmmError):
-                await self._qmp.execute("blockdev-del", {"node-name": fresh})
-            await self._blocking(overlay.unlink, True)
-            raise
+        frozen = await self.disk()
+        await self._disk.rebase(overlay)
+        # QEMU reads it only, from here on. Whoever takes QEMU over must not change what others build on.
+        await self._blocking(self._jail.provide, [Share(frozen)])
 
     async def replace_backing(self, backing: Path) -> None:
-        node, current = await self._root()
-        nodes = await self._qmp.execute("query-named-block-nodes", {"flat": True})
-        names = [n["node-name"] for n in nodes if n["drv"] == "file" and n["file"] == str(current)]
-        if len(names) != 1:
-            raise VmmError(f"VM {self._id} has {len(names)} nodes for its root disk {current}.")
-        fresh = f"{qemu_command.BACKING_NODE}-{uuid.uuid4().hex[:8]}"
-        await self._qmp.execute("blockdev-add", qemu_command.backing_node(backing, fresh))
-        try:
-            options = qemu_command.disk_node(current, node, "qcow2", file=names[0], backing=fresh)
-            await self._qmp.execute("blockdev-reopen", {"options": [options]})
-        except VmmError:
-            with contextlib.suppress(VmmError):
-                await self._qmp.execute("blockdev-del", {"node-name": fresh})
-            raise
-        await self._drop_nodes({n["node-name"] for n in nodes if qemu_command.is_ours(n["node-name"])} - {node})
-        arguments = {"device": node, "image-node-name": node, "backing-file": str(backing)}
-        await self._qmp.execute("change-backing-file", arguments)
+        await self._disk.replace_backing(backing)
+        await self._blocking(self._withdraw_merged, await self.disk())
 
     async def grow_disk(self, size: int) -> None:
-        node, _ = await self._root()
-        await self._qmp.execute("block_resize", {"node-name": node, "size": size})
+        await self._disk.grow(size)
 
     async def reclaim(self) -> bool:
         return await self._blocking(lambda: reclaim.has_swap() and reclaim.page_out(self._mapped()))
-
-    async def _drop_nodes(self, names: set[str]) -> None:
-        """Close what is no longer in use. A node that was added by name stays open until told, with all below."""
-        dropped = True
-        while names and dropped:
-            dropped = False
-            for name in sorted(names):
-                with contextlib.suppress(QmpCommandError):
-                    await self._qmp.execute("blockdev-del", {"node-name": name})
-                    names.discard(name)
-                    dropped = True
 
     async def wait(self) -> int | None:
         return await self._process.wait()
@@ -276,7 +231,7 @@ class QemuVm:
         self._qmp.close()
         self._process.send(signal.SIGKILL)
         await self._process.wait()
-        await self._blocking(shutil.rmtree, self._directory, True)
+        await self._blocking(self._remove)
 
     def detach(self) -> None:
         """Let go of the process without ending it, as a server does that stops; ``adopt`` finds it again."""
@@ -284,17 +239,15 @@ class QemuVm:
 
     def errors(self) -> str:
         """The end of what QEMU printed."""
-        return _tail(self._directory / ERRORS)
-
-    async def root_disk(self) -> Path:
-        """The file that the guest's writes go to now."""
-        return (await self._root())[1]
+        return qemu_files.tail(self._directory / ERRORS)
 
     async def _root(self) -> tuple[str, Path]:
         """Node name and file of the present root disk, as QEMU knows them."""
         for device in await self._qmp.execute("query-block"):
             inserted = device.get("inserted")
             if inserted and str(inserted.get("node-name", "")).startswith(qemu_command.ROOT_NODE):
+                if not self._jail.may_write(str(inserted["file"])):
+                    raise VmmError(f"VM {self._id} names {inserted['file']} as its disk, which it was not given.")
                 return inserted["node-name"], Path(inserted["file"])
         raise VmmError(f"VM {self._id} has no root disk.")
 
@@ -305,6 +258,29 @@ class QemuVm:
             size = self._record.memory_mib << 20
             self._mapping = ram.find_mapping(self.pid, Path(self._record.memory), size)
         return self._mapping
+
+    def _provide(self, memory: Path, disk: Path, needed: Sequence[Path]) -> set[str]:
+        """Give QEMU the files of a machine; paths of those that it needs only to make it, firmware included."""
+        firmware = self._jail.provided - {str(self._directory / STATE)}
+        self._jail.provide([*qemu_files.disk_shares(disk, self._layers), Share(memory), *map(Share, needed)])
+        return firmware | {str(path) for path in needed}
+
+    async def _show(self, path: Path, writable: bool) -> None:
+        """Before QEMU opens a layer that is to be its disk, or below it."""
+        if writable:
+            await self._blocking(self._jail.provide, [Share(path, writable=True)])
+        else:
+            shares = await self._blocking(qemu_files.disk_shares, path, self._layers)
+            await self._blocking(self._jail.provide, [Share(share.source) for share in shares])
+
+    def _withdraw_merged(self, disk: Path) -> None:
+        """Take away the layers that are below the disk no more."""
+        keep = {share.path for share in qemu_files.disk_shares(disk, self._layers)}
+        self._jail.withdraw(self._jail.provided - keep - {str(self._directory / STATE), str(self._record.memory)})
+
+    def _remove(self) -> None:
+        self._jail.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
 
     def _inject(self, image: MemoryImage, size: int) -> None:
         if image.delta is not None:
@@ -319,171 +295,3 @@ class QemuVm:
 
     def _blocking(self, function: Callable[..., T], *arguments: Any) -> "asyncio.Future[T]":
         return asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
-
-
-def _is_full(directory: Path) -> bool:
-    """QEMU's own words for a full disk depend on where it noticed; the filesystem knows."""
-    stat = os.statvfs(directory)
-    return stat.f_bavail * stat.f_frsize < 1 << 20 or stat.f_favail < 16
-
-
-class QemuVmm:
-    """QEMU as configured and probed on this node; ``aenv.vmm.probe.choose`` makes one."""
-
-    def __init__(
-        self,
-        home: Path,
-        runtime: Path,
-        platform: qemu_command.Platform,
-        fingerprint: Fingerprint,
-        kernel: Path,
-        initramfs: Path,
-    ) -> None:
-        self._home = home
-        self._runtime = runtime
-        self._platform = platform
-        self._fingerprint = fingerprint
-        self._kernel = kernel
-        self._initramfs = initramfs
-        # Blocking work is short and mostly in the kernel; a fork of 16 should not queue behind 4 captures.
-        self._executor = ThreadPoolExecutor(max_workers=8, thread_name_prefix="vmm")
-
-    @property
-    def platform(self) -> qemu_command.Platform:
-        return self._platform
-
-    @property
-    def fingerprint(self) -> Fingerprint:
-        return self._fingerprint
-
-    async def spawn(self, vm_id: str, shape: MachineShape, network: NetworkAttachment) -> QemuVm:
-        return await self._start(vm_id, shape, network, None)
-
-    async def boot(
-        self,
-        vm_id: str,
-        shape: MachineShape,
-        network: NetworkAttachment,
-        disk: Path,
-        parameters: Mapping[str, str],
-    ) -> QemuVm:
-        memory = self._home / "vms" / vm_id / "memory"
-        line = qemu_command.kernel_parameters(self._platform, parameters)
-        source = qemu_command.BootSource(self._kernel, self._initramfs, line, memory, disk)
-        return await self._start(vm_id, shape, network, source)
-
-    async def adopt(self, vm_id: str) -> QemuVm | None:
-        directory = self._directory(vm_id)
-        record = await self._blocking(Record.read, directory)
-        if record is None:
-            await self._blocking(self._sweep, vm_id)
-            return None
-        try:
-            proc = process.Process(record.pid, record.start)
-        except ProcessLookupError:
-            await self._blocking(self._sweep, vm_id)
-            return None
-        try:
-            qmp = await QmpClient.connect(directory / QMP_SOCKET, ADOPT_TIMEOUT)
-        except VmmError as error:
-            if proc.alive:
-                log.error("ending a VM that cannot be taken over", vm=vm_id, pid=proc.pid, error=str(error))
-                proc.send(signal.SIGKILL)
-            await proc.wait()
-            await self._blocking(self._sweep, vm_id)
-            return None
-        return QemuVm(vm_id, directory, self._console(vm_id), record, proc, qmp, self._executor)
-
-    def known(self) -> list[str]:
-        try:
-            return sorted(entry.name for entry in (self._runtime / "vms").iterdir())
-        except FileNotFoundError:
-            return []
-
-    def close(self) -> None:
-        """End the worker threads. VMs are not touched."""
-        self._executor.shutdown(wait=False)
-
-    async def _start(
-        self,
-        vm_id: str,
-        shape: MachineShape,
-        network: NetworkAttachment,
-        source: qemu_command.BootSource | None,
-    ) -> QemuVm:
-        directory = self._directory(vm_id)
-        pid, console = await self._blocking(self._launch, vm_id, shape, network, source)
-        proc = process.Process(pid)
-        record = Record(
-            pid, proc.start, shape.vcpus, shape.memory_mib, network.netns, network.tap, network.mac,
-            str(source.memory) if source else None,
-        )  # fmt: skip
-        try:
-            saved = self._blocking(record.write, directory)
-            try:
-                qmp = await QmpClient.connect(directory / QMP_SOCKET, LAUNCH_TIMEOUT)
-            finally:
-                await saved
-            return QemuVm(vm_id, directory, console, record, proc, qmp, self._executor)
-        except BaseException as error:
-            proc.send(signal.SIGKILL)
-            status = await proc.wait()
-            said = await self._blocking(_tail, directory / ERRORS)
-            await self._blocking(shutil.rmtree, directory, True)
-            if isinstance(error, VmmError):
-                raise VmmError(f"QEMU did not start (exit status {status}): {said or error.message}") from error
-            raise
-
-    def _launch(
-        self,
-        vm_id: str,
-        shape: MachineShape,
-        network: NetworkAttachment,
-        source: qemu_command.BootSource | None,
-    ) -> tuple[int, Path]:
-        directory, console = self._directory(vm_id), self._console(vm_id)
-        with disk_errors(directory), contextlib.ExitStack() as stack:
-            try:
-                directory.mkdir(parents=True)
-            except FileExistsError as error:
-                raise VmmError(f"VM {vm_id} exists already.") from error
-            stack.callback(shutil.rmtree, directory, True)
-            console.parent.mkdir(parents=True, exist_ok=True)
-            if source is not None:
-                with source.memory.open("xb") as file:
-                    file.truncate(shape.memory_mib << 20)
-            # QEMU inherits a listening socket: connecting needs no retries, and works again after a restart.
-            listener = stack.enter_context(socket.socket(socket.AF_UNIX))
-            listener.bind(str(directory / QMP_SOCKET))
-            listener.listen(1)
-            # QEMU can be told twice of one connection; the second accept() must not wait for another.
-            listener.setblocking(False)
-            argv = qemu_command.command(self._platform, vm_id, shape, network, console, listener.fileno(), source)
-            pid = process.launch(argv, network.netns, directory / ERRORS, [listener.fileno()])
-            stack.pop_all()
-            listener.close()
-            return pid, console
-
-    def _sweep(self, vm_id: str) -> None:
-        """Remove what a VM left behind; also a process that started when the server died before noting its pid."""
-        directory = self._directory(vm_id)
-        if directory.exists():
-            for pid in process.find_by_argument(qemu_command.process_name(vm_id)):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-        shutil.rmtree(directory, ignore_errors=True)
-
-    def _directory(self, vm_id: str) -> Path:
-        return self._runtime / "vms" / vm_id
-
-    def _console(self, vm_id: str) -> Path:
-        return self._home / "vms" / vm_id / "console.log"
-
-    def _blocking(self, function: Callable[..., T], *arguments: Any) -> "asyncio.Future[T]":
-        return asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
-
-
-def _tail(path: Path) -> str:
-    with contextlib.suppress(OSError):
-        return path.read_text(errors="replace")[-2000:].strip()
-    return ""

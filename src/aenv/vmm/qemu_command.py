@@ -1,6 +1,5 @@
 """QEMU's command line. Pure: what a machine is made of and why; nothing here looks at the host."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ DEVICE_MODEL = f"{MACHINE} virtio-blk virtio-net virtio-rng"
 BACKING_NODE = "backing"
 ROOT_NODE = "root"
 MEMORY_ID = "mem"
+CONSOLE_SET, KVM_SET = 1, 2  # numbers of descriptor sets
 BASE_PARAMETERS = "console=ttyS0 reboot=t panic=-1 quiet loglevel=4 cryptomgr.notests random.trust_cpu=on"
 SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
 
@@ -33,13 +33,20 @@ class Platform:
 
 @dataclass(frozen=True, slots=True)
 class BootSource:
-    """What a cold boot starts from."""
+    """What a cold boot starts from, besides memory and disk, which are named over QMP as for a restore."""
 
     kernel: Path
     initramfs: Path
     parameters: str
-    memory: Path
-    disk: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Descriptors of what a process without rights cannot open itself; it inherits them."""
+
+    console: int
+    tap: int | None
+    kvm: int | None
 
 
 def escape(value: object) -> str:
@@ -121,9 +128,9 @@ def is_ours(node: str) -> bool:
     return node.startswith((ROOT_NODE, BACKING_NODE))
 
 
-def accelerator_option(accelerator: Accelerator, vcpus: int) -> str:
+def accelerator_option(accelerator: Accelerator, vcpus: int, given: Given | None = None) -> str:
     if accelerator is Accelerator.KVM:
-        return "kvm"
+        return "kvm" if given is None or given.kvm is None else f"kvm,device=/dev/fdset/{KVM_SET}"
     return f"tcg,thread={'multi' if vcpus > 1 else 'single'}"
 
 
@@ -135,41 +142,46 @@ def command(
     console: Path,
     qmp_fd: int,
     boot: BootSource | None,
+    given: Given | None = None,
 ) -> list[str]:
-    """The whole command line: a cold boot, or a process that waits for a snapshot when ``boot`` is None.
+    """The whole command line of a process that waits, to boot a kernel or for a snapshot when ``boot`` is None.
 
     The devices are the same in both, which is what lets a snapshot of one load in the other. ``drive=root`` and the
-    memory backend are resolved when the machine is made, so a waiting process gets them over QMP.
+    memory backend are resolved when the machine is made, so the process gets them over QMP before that. Without
+    ``given`` it opens console, tap and accelerator itself, which needs root.
     """
-    machine = f"{MACHINE},memory-backend={MEMORY_ID}" if boot else MACHINE
     argv = [
         platform.qemu, "-name", escape(process_name(vm_id)),
         "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot",
         "-sandbox", SANDBOX,
-        "-M", machine,
-        "-accel", accelerator_option(platform.accelerator, shape.vcpus),
+        "-M", MACHINE,
+        "-accel", accelerator_option(platform.accelerator, shape.vcpus, given),
         "-cpu", platform.cpu_model,
         "-smp", f"cpus={shape.vcpus}",
         "-m", f"size={shape.memory_mib}M",
         "-global", "migration.send-configuration=off", "-global", "migration.x-events=on",
         "-chardev", f"socket,id=qmp,fd={qmp_fd},server=on,wait=off",
         "-mon", "chardev=qmp,mode=control",
-        "-chardev", f"file,id=console,path={escape(console)},append=on",
-        "-serial", "chardev:console",
     ]  # fmt: skip
+    path = escape(console)
+    if given is not None:
+        # The path is a note for who lists processes.
+        argv += ["-add-fd", f"fd={given.console},set={CONSOLE_SET},opaque={path}"]
+        path = f"/dev/fdset/{CONSOLE_SET}"
+        if given.kvm is not None:
+            argv += ["-add-fd", f"fd={given.kvm},set={KVM_SET}"]
+    argv += ["-chardev", f"file,id=console,path={path},append=on", "-serial", "chardev:console", "-preconfig", "-S"]
     if boot is None:
-        argv += ["-preconfig", "-incoming", "defer", "-S"]
+        argv += ["-incoming", "defer"]
     else:
-        argv += [
-            "-object", json.dumps(memory_backend(boot.memory, shape.memory_mib)),
-            "-blockdev", json.dumps(disk_node(boot.disk, ROOT_NODE, "qcow2")),
-            "-kernel", str(boot.kernel), "-initrd", str(boot.initramfs), "-append", boot.parameters,
-        ]  # fmt: skip
+        argv += ["-kernel", str(boot.kernel), "-initrd", str(boot.initramfs), "-append", boot.parameters]
     # enospc: on a full host disk the VM stops and keeps its write (``QemuVm`` lets it go on later); other errors
     # reach the guest.
     argv += ["-device", f"virtio-blk-device,drive={ROOT_NODE},werror=enospc,rerror=report"]
     if network is not None:
         tap = f"tap,id=net,ifname={escape(network.tap)},script=no,downscript=no"
+        if given is not None and given.tap is not None:
+            tap = f"tap,id=net,fd={given.tap}"
         argv += ["-netdev", tap, "-device", f"virtio-net-device,netdev=net,mac={network.mac}"]
     return [*argv, "-device", "virtio-rng-device"]
 
