@@ -10,6 +10,9 @@
  *   dsum MIB             hash of 1 MiB of disk at that offset, read past the guest's page cache
  *   spin N               N rounds of arithmetic; answers nanoseconds
  *   cmdline              the kernel command line
+ *   reseeds              how often the kernel has reseeded its random numbers because the VM was copied
+ *   dsize                size of the disk in bytes
+ *   release              give the filled memory back to the kernel
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -21,6 +24,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
+#include <sys/klog.h>
 #include <sys/mman.h>
 #include <sys/mount.h>
 #include <sys/stat.h>
@@ -126,6 +130,21 @@ static void answer(char *line, char *out, size_t size, volatile uint64_t *count)
         for (unsigned long i = 0; i < a; i++) x = x * 6364136223846793005UL + 1;
         clock_gettime(CLOCK_MONOTONIC, &t1);
         snprintf(out, size, "%ld\n", (t1.tv_sec - t0.tv_sec) * 1000000000L + t1.tv_nsec - t0.tv_nsec);
+    } else if (!strncmp(line, "reseeds", 7)) {
+        static char log[1 << 20];
+        int n = klogctl(3, log, sizeof log - 1), found = 0; /* SYSLOG_ACTION_READ_ALL */
+        for (char *at = log; n > 0 && (at = strstr(at, "due to virtual machine fork")); at++) found++;
+        snprintf(out, size, "%d\n", found);
+    } else if (!strncmp(line, "dsize", 5)) {
+        unsigned long long bytes = 0;
+        int fd = open("/dev/vda", O_RDONLY);
+        if (fd < 0 || ioctl(fd, 0x80081272, &bytes)) bytes = 0; /* BLKGETSIZE64 */
+        if (fd >= 0) close(fd);
+        snprintf(out, size, "%llu\n", bytes);
+    } else if (!strncmp(line, "release", 7)) {
+        if (memory) munmap(memory, words * 8);
+        memory = 0, words = 0;
+        snprintf(out, size, "released\n");
     } else if (!strncmp(line, "cmdline", 7)) {
         FILE *f = fopen("/proc/cmdline", "r");
         if (!f || !fgets(out, size, f)) snprintf(out, size, "error\n");

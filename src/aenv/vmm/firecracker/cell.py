@@ -1,65 +1,77 @@
 """What a Firecracker process sees of the host's files: names in its working directory, given to it one by one.
 
 A snapshot remembers the name of its disk, so in every cell that name must be another disk. In a jail the working
-directory is the jail's root and files are mounted there; without one it is the VM's runtime directory, and they are
-links.
+directory is the jail's root and files are mounted there. Where processes cannot be enclosed it is the VM's runtime
+directory, and they are links. All methods block: call them in a worker thread.
 """
 
 import contextlib
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from aenv.vmm import process
+from aenv.vmm.firecracker import requests
+from aenv.vmm.jail import Jail
+from aenv.vmm.jail_root import Share
 
-SAVE = "save"  # where device state is written, before it gets its name
-LOG = "firecracker.log"  # what Firecracker logs and prints as errors
-SOCKET = Path("api") / "fc.sock"
+DEVICES = ("/dev/kvm", "/dev/net/tun", "/dev/urandom")
+LOBBY = Path("api")  # the folder that the process may write to until it is enclosed
+SOCKET = LOBBY / "fc.sock"
+LOG = LOBBY / "firecracker.log"
+ERRORS = Path("errors.log")  # what it prints
 
 
-class Cell(Protocol):
-    """The surroundings of one process. All methods block: call them in a worker thread."""
+class Cell:
+    """The surroundings of one process: its jail, and its runtime ``directory``."""
 
-    def launch(self, argv: Sequence[str], netns: str, console: Path) -> int:
-        """Start it; its standard output is the guest's serial console. Its pid."""
+    def __init__(self, jail: Jail, directory: Path) -> None:
+        self._jail = jail
+        self._directory = directory
+
+    @property
+    def user(self) -> int | None:
+        """Whom the process runs as, if not as the server."""
+        return self._jail.user
+
+    def lobby_path(self, file: Path) -> str:
+        """How the process calls a file of its lobby before it is enclosed."""
+        return str(self._jail.lobby_path(self._directory / file))
+
+    def launch(self, argv: Sequence[str], netns: str, tap: str, console: Path) -> int:
+        """Start it, in a network namespace with its tap; it prints the guest's serial console. Its pid."""
+        directory = self._directory
+        if self._jail.user is not None:
+            process.give_tap(netns, tap, self._jail.user)
+        return self._jail.launch(
+            argv, netns, directory / ERRORS, [], output=console, lobby=directory / LOBBY, directory=directory
+        )
 
     def enclose(self) -> None:
         """It answers and has nothing of a guest yet: from here on it sees only what it is given."""
+        devices = [Share(Path(path)) for path in DEVICES if Path(path).exists()]
+        save = self._directory / requests.SAVE
+        self._jail.enclose([*devices, Share(save, f"/{requests.SAVE}", writable=True)])
 
     def provide(self, files: Mapping[str, Path], *, writable: bool = False) -> None:
         """Let it open the host's files and devices by these names; a name that is taken is replaced."""
+        if self._jail.enclosed:
+            self._jail.provide([Share(path, f"/{name}", writable) for name, path in files.items()])
+            return
+        for name, path in files.items():
+            link = self._directory / name
+            link.parent.mkdir(exist_ok=True)
+            temporary = link.with_name(f".{link.name}.{uuid.uuid4().hex[:8]}")
+            temporary.symlink_to(path.absolute())
+            temporary.replace(link)
 
     def withdraw(self, names: Sequence[str]) -> None:
         """What it has open stays open."""
-
-    def close(self) -> None:
-        """It has ended. Idempotent."""
-
-
-class OpenCell:
-    """No confinement: its files are links in the VM's runtime directory."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-
-    def launch(self, argv: Sequence[str], netns: str, console: Path) -> int:
-        directory = self._directory
-        return process.launch(argv, netns, directory / LOG, [], output=console, directory=directory)
-
-    def enclose(self) -> None:
-        pass
-
-    def provide(self, files: Mapping[str, Path], *, writable: bool = False) -> None:
-        for name, path in files.items():
-            temporary = self._directory / f".{name}.{uuid.uuid4().hex[:8]}"
-            temporary.symlink_to(path.absolute())
-            temporary.replace(self._directory / name)
-
-    def withdraw(self, names: Sequence[str]) -> None:
+        self._jail.withdraw([f"/{name}" for name in names])
         for name in names:
             with contextlib.suppress(FileNotFoundError):
                 (self._directory / name).unlink()
 
     def close(self) -> None:
-        pass
+        """It has ended. Idempotent."""
+        self._jail.close()

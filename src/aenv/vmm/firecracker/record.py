@@ -16,9 +16,9 @@ RECORD = "process.json"
 class Record:
     """Written to ``process.json`` by rename. ``start`` guards against a reused pid.
 
-    ``disk`` is noted before a disk is exported for it. ``base`` is the memory file that a restored VM maps; None
-    before that, and for a booted one. ``pieces`` are where guest memory is: start, size and offset of each; none
-    before there is a guest.
+    ``user`` is whom it runs as, if not as the server. ``disk`` is noted before a disk is exported for it. ``base`` is
+    the memory file that a restored VM maps; None before that, and for a booted one. ``pieces`` are where guest memory
+    is: start, size and offset of each; none before there is a guest.
     """
 
     pid: int
@@ -28,6 +28,7 @@ class Record:
     netns: str
     tap: str
     mac: str
+    user: int | None = None
     disk: bool = False
     base: str | None = None
     pieces: Sequence[tuple[int, int, int]] = ()

@@ -14,7 +14,9 @@ from typing import Any
 from aenv.vmm.firecracker.options import FirecrackerOptions, RateLimit
 from aenv.vmm.protocol import MachineShape, NetworkAttachment
 
-DISK, KERNEL, INITRAMFS, MEMORY, STATE = "disk", "kernel", "initramfs", "memory", "state"
+DISK = "dev/disk"  # it may be a block device, which a jail has below /dev only
+KERNEL, INITRAMFS, MEMORY, STATE = "kernel", "initramfs", "memory", "state"
+SAVE = "save"  # where device state is written, before it gets its name
 NOWHERE = "nowhere/memory"  # in a folder that does not exist
 ROOT_DRIVE, NETWORK_CARD = "root", "eth0"
 DEVICE_MODEL = "virtio-mmio: block, net, rng, balloon"

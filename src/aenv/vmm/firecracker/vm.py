@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from aenv.vmm import memory as ram
 from aenv.vmm.disk.protocol import DiskExport, DiskExporter
 from aenv.vmm.firecracker import guest_memory, requests
 from aenv.vmm.firecracker.api import FirecrackerApi, FirecrackerApiError
-from aenv.vmm.firecracker.cell import LOG, SAVE, Cell
+from aenv.vmm.firecracker.cell import ERRORS, LOG, Cell
 from aenv.vmm.firecracker.options import FirecrackerOptions
 from aenv.vmm.firecracker.record import Record
 from aenv.vmm.protocol import CaptureStats, MachineShape, MemoryImage, NetworkAttachment
@@ -32,6 +32,13 @@ STATE_TIMEOUT = 60.0  # seconds for saving or loading device state; some ms on a
 # the state is whole.
 STATE_ONLY = "open on the memory backing file"
 NO_DATA = (np.zeros(0, np.uint64), np.zeros(0, np.uint64))  # of a booted VM's base, which is nothing
+
+
+@runtime_checkable
+class Detachable(Protocol):
+    """An export that holds a connection to its daemon."""
+
+    def detach(self) -> None: ...
 
 
 class FirecrackerVm:
@@ -172,10 +179,12 @@ class FirecrackerVm:
     def detach(self) -> None:
         """Let go of the process without ending it, as a server does that stops; ``adopt`` finds it again."""
         self._api.close()
+        if isinstance(self._export, Detachable):
+            self._export.detach()
 
     def errors(self) -> str:
-        """The end of what Firecracker logged."""
-        return tail(self._directory / LOG)
+        """The end of what Firecracker logged, or printed."""
+        return _tail(self._directory / LOG) or _tail(self._directory / ERRORS)
 
     async def _plug_in(self, disk: Path) -> None:
         if self._record.disk:
@@ -216,10 +225,10 @@ class FirecrackerVm:
         return self._record.mappings
 
     async def _save_state(self) -> None:
-        save = self._directory / SAVE
+        save = self._directory / requests.SAVE
         await self._blocking(os.truncate, save, 0)
         try:
-            await self._api.send(requests.save(SAVE, requests.NOWHERE), STATE_TIMEOUT)
+            await self._api.send(requests.save(requests.SAVE, requests.NOWHERE), STATE_TIMEOUT)
         except FirecrackerApiError as error:
             written = await self._blocking(lambda: save.stat().st_size)
             if STATE_ONLY in error.fault and written:
@@ -233,7 +242,7 @@ class FirecrackerVm:
         temporary = state.with_name(f".{state.name}.{uuid.uuid4().hex[:8]}")
         try:
             with disk_errors(state):
-                shutil.copyfile(self._directory / SAVE, temporary)
+                shutil.copyfile(self._directory / requests.SAVE, temporary)
                 temporary.replace(state)
         finally:
             temporary.unlink(missing_ok=True)
@@ -262,8 +271,7 @@ def _is_full(directory: Path) -> bool:
     return stat.f_bavail * stat.f_frsize < 1 << 20 or stat.f_favail < 16
 
 
-def tail(path: Path) -> str:
-    """The end of a log; nothing where there is none."""
+def _tail(path: Path) -> str:
     try:
         return path.read_text(errors="replace")[-2000:].strip()
     except OSError:

@@ -22,10 +22,11 @@ from aenv.vmm.disk.protocol import DiskExporter
 from aenv.vmm.firecracker import requests
 from aenv.vmm.firecracker.api import FirecrackerApi
 from aenv.vmm.firecracker.binary import FirecrackerBinary
-from aenv.vmm.firecracker.cell import LOG, SAVE, SOCKET, Cell, OpenCell
+from aenv.vmm.firecracker.cell import LOBBY, LOG, SOCKET, Cell
 from aenv.vmm.firecracker.options import FirecrackerOptions
 from aenv.vmm.firecracker.record import Record
-from aenv.vmm.firecracker.vm import FirecrackerVm, tail
+from aenv.vmm.firecracker.vm import FirecrackerVm
+from aenv.vmm.jail import Jailer
 from aenv.vmm.probe import host_cpu
 from aenv.vmm.protocol import Accelerator, Fingerprint, MachineShape, NetworkAttachment
 
@@ -34,6 +35,7 @@ log = structlog.get_logger()
 T = TypeVar("T")
 ADOPT_TIMEOUT = 30.0  # seconds until a process that was found counts as hung
 LAUNCH_TIMEOUT = 30.0  # seconds until a new process answers; 10 ms on an idle host
+OVERHEAD = 128 << 20  # bytes that Firecracker may need besides the guest's memory; 5 MiB are usual
 LONGEST_SOCKET = 107  # bytes of a Unix socket's path, unix(7)
 
 
@@ -43,11 +45,10 @@ def fingerprint(binary: FirecrackerBinary, accelerator: Accelerator, kernel_sha2
     return Fingerprint("firecracker", binary.version, accelerator, host_cpu(), machine, kernel_sha256)
 
 
-def command(binary: FirecrackerBinary, vm_id: str, directory: Path) -> list[str]:
+def command(binary: FirecrackerBinary, vm_id: str, socket: str, log: str) -> list[str]:
     """The command line. Seccomp filters are on unless one says otherwise; the name is what ``_sweep`` looks for."""
     name = qemu_command.process_name(vm_id)
-    logging = ["--log-path", str(directory / LOG), "--level", "Warn", "--show-level"]
-    return [binary.path, "--id", name, "--api-sock", str(directory / SOCKET), *logging]
+    return [binary.path, "--id", name, "--api-sock", socket, "--log-path", log, "--level", "Warn", "--show-level"]
 
 
 class FirecrackerVmm:
@@ -63,6 +64,7 @@ class FirecrackerVmm:
         initramfs: Path,
         exporter: DiskExporter,
         options: FirecrackerOptions,
+        jailer: Jailer,
     ) -> None:
         self._home = home
         self._runtime = runtime
@@ -72,6 +74,7 @@ class FirecrackerVmm:
         self._initramfs = initramfs
         self._exporter = exporter
         self._options = options
+        self._jailer = jailer
         # Blocking work is short and mostly in the kernel; a fork of 16 should not queue behind 4 captures.
         self._executor = ThreadPoolExecutor(max_workers=8, thread_name_prefix="vmm")
 
@@ -87,12 +90,11 @@ class FirecrackerVmm:
         directory = self._directory(vm_id)
         if len(os.fsencode(directory / SOCKET)) > LONGEST_SOCKET:
             raise VmmError(f"The path {directory} is too long for sockets.", "Set AENV_RUNTIME to a shorter path.")
-        cell = self._cell(vm_id)
-        pid = await self._blocking(self._launch, vm_id, cell, network)
+        pid, cell = await self._blocking(self._launch, vm_id, shape, network)
         proc = process.Process(pid)
         api = FirecrackerApi(directory / SOCKET)
         record = Record(
-            pid, proc.start, shape.vcpus, shape.memory_mib, network.netns, network.tap, network.mac
+            pid, proc.start, shape.vcpus, shape.memory_mib, network.netns, network.tap, network.mac, cell.user
         )  # fmt: skip
         vm = FirecrackerVm(
             vm_id, directory, self._console(vm_id), record, proc, api, cell,
@@ -143,6 +145,9 @@ class FirecrackerVmm:
             export = await self._exporter.adopt(vm_id, directory) if record.disk else None
             if record.disk and export is None:
                 raise VmmError("its disk is gone")
+            jail = await self._blocking(self._jailer.adopt, vm_id, directory, record.pid, record.user)
+            if jail is None:
+                raise VmmError("the server ended before it was enclosed")
         except VmmError as error:
             if proc.alive:
                 log.error("ending a VM that cannot be taken over", vm=vm_id, pid=proc.pid, error=str(error))
@@ -152,7 +157,7 @@ class FirecrackerVmm:
             await self._sweep(vm_id)
             return None
         return FirecrackerVm(
-            vm_id, directory, self._console(vm_id), record, proc, api, self._cell(vm_id),
+            vm_id, directory, self._console(vm_id), record, proc, api, Cell(jail, directory),
             self._exporter, export, self._options, self._executor,
         )  # fmt: skip
 
@@ -172,15 +177,15 @@ class FirecrackerVmm:
         try:
             await asyncio.wait({ended, ready}, return_when=asyncio.FIRST_COMPLETED)
             if not ready.done() or ready.exception():
-                said = await self._blocking(vm.errors) or await self._blocking(tail, vm.console)
                 status = f"exit status {ended.result()}" if ended.done() else "it runs"
-                raise VmmError(f"Firecracker did not start ({status}): {said or ready.exception()}")
+                why = await self._blocking(vm.errors) or (ready.exception() if ready.done() else "it says nothing")
+                raise VmmError(f"Firecracker did not start ({status}): {why}")
         finally:
             ended.cancel()
             ready.cancel()
             await asyncio.gather(ended, ready, return_exceptions=True)
 
-    def _launch(self, vm_id: str, cell: Cell, network: NetworkAttachment) -> int:
+    def _launch(self, vm_id: str, shape: MachineShape, network: NetworkAttachment) -> tuple[int, Cell]:
         directory, console = self._directory(vm_id), self._console(vm_id)
         with disk_errors(directory), contextlib.ExitStack() as stack:
             try:
@@ -189,12 +194,15 @@ class FirecrackerVmm:
                 raise VmmError(f"VM {vm_id} exists already.") from error
             stack.callback(shutil.rmtree, directory, True)
             console.parent.mkdir(parents=True, exist_ok=True)
-            (directory / SOCKET).parent.mkdir()
-            for name in (SAVE, LOG):
-                (directory / name).touch()
-            pid = cell.launch(command(self._binary, vm_id, directory), network.netns, console)
+            (directory / LOBBY).mkdir(0o700)
+            (directory / requests.SAVE).touch()
+            limits = self._jailer.limits(shape.vcpus, (shape.memory_mib << 20) + OVERHEAD)
+            cell = Cell(self._jailer.prepare(vm_id, directory, limits), directory)
+            stack.callback(cell.close)
+            argv = command(self._binary, vm_id, cell.lobby_path(SOCKET), cell.lobby_path(LOG))
+            pid = cell.launch(argv, network.netns, network.tap, console)
             stack.pop_all()
-            return pid
+            return pid, cell
 
     async def _sweep(self, vm_id: str) -> None:
         """Remove what a VM left behind; also a process that started when the server died before noting its pid."""
@@ -206,11 +214,8 @@ class FirecrackerVmm:
                 os.kill(pid, signal.SIGKILL)
         if export := await self._exporter.adopt(vm_id, directory):
             await export.close()
-        await self._blocking(self._cell(vm_id).close)
+        await self._blocking(self._jailer.sweep, vm_id, directory)
         await self._blocking(shutil.rmtree, directory, True)
-
-    def _cell(self, vm_id: str) -> Cell:
-        return OpenCell(self._directory(vm_id))
 
     def _directory(self, vm_id: str) -> Path:
         return self._runtime / "vms" / vm_id
