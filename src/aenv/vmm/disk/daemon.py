@@ -25,7 +25,9 @@ from aenv.vmm import process
 RECORD = "export.json"
 SOCKET = "disk.sock"
 ERRORS = "disk.log"
-MARKER = "disk.pid"  # an argument of the daemon: the path of this file, which need not exist
+PID = "disk.pid"
+STATE = "disk.state"
+MARKERS = (PID, STATE)  # the path of one of these files is an argument of each daemon
 MNT_DETACH = 2  # umount(2)
 END_TIMEOUT = 20.0  # seconds for a daemon to write what it holds and end; some ms on an idle host
 
@@ -39,7 +41,6 @@ class Record:
     kind: str
     pid: int
     start: int
-    device: int | None = None  # number of a ublk device
 
     def write(self, directory: Path) -> None:
         temporary = directory / f".{RECORD}.{uuid.uuid4().hex[:8]}"
@@ -51,8 +52,7 @@ class Record:
         """None when there is none of that kind."""
         try:
             found: dict[str, Any] = json.loads((directory / RECORD).read_text())
-            device = None if found["device"] is None else int(found["device"])
-            record = cls(str(found["kind"]), int(found["pid"]), int(found["start"]), device)
+            record = cls(str(found["kind"]), int(found["pid"]), int(found["start"]))
             return record if record.kind == kind else None
         except (OSError, ValueError, TypeError, KeyError):
             return None
@@ -85,10 +85,11 @@ async def end(proc: process.Process) -> None:
 
 def sweep(directory: Path) -> None:
     """Remove what a daemon of that directory left behind, and a daemon that was never noted."""
-    for pid in process.find_by_argument(str(directory / MARKER)):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    for name in (RECORD, SOCKET, ERRORS, MARKER):
+    for marker in MARKERS:
+        for pid in process.find_by_argument(str(directory / marker)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    for name in (RECORD, SOCKET, ERRORS, PID):
         (directory / name).unlink(missing_ok=True)
 
 

@@ -48,7 +48,7 @@ def command(program: str, disk: Path, directory: Path, qmp_fd: int) -> list[str]
         "--object", "iothread,id=io",
         "--blockdev", json.dumps(qemu_command.disk_node(disk, qemu_command.ROOT_NODE, "qcow2")),
         "--export", export,
-        "--pidfile", str(directory / daemon.MARKER),
+        "--pidfile", str(directory / daemon.PID),
     ]  # fmt: skip
 
 
@@ -144,7 +144,7 @@ class FuseExporter:
         return daemon.start(directory, lambda fd: command(self._program, disk, directory, fd))
 
 
-def available(program: str = PROGRAM) -> str | None:
+def unavailable(program: str = PROGRAM) -> str | None:
     """Why FUSE exports do not work here; None when they do."""
     if shutil.which(program) is None:
         return f"{program} is not installed"
