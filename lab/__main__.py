@@ -23,9 +23,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from aenv.errors import AenvError
-from lab.disk import SystemDisk, ensure_system, locked
+from lab.disk import ensure_system, locked
 from lab.machine import LabMachine, remove_dead
-from lab.prepare import ensure_home, environment, sync
+from lab.prepare import ensure_home, environment, existing_home, sync
 from lab.settings import CHECKOUT, ROOT, LabSettings
 
 LOGS = "/var/log/lab"
@@ -36,13 +36,10 @@ def say(text: str) -> None:
     print(f"lab: {text}", flush=True)
 
 
-def _disks(settings: LabSettings) -> tuple[SystemDisk, Path]:
+def _start(settings: LabSettings, name: str, *, background: bool, prepared: bool) -> LabMachine:
+    """Only tests wait for prepared nodes to be made again; a shell takes them where they are up to date."""
     system = asyncio.run(ensure_system(settings, say))
-    return system, ensure_home(settings, system, say)
-
-
-def _start(settings: LabSettings, name: str, *, background: bool) -> LabMachine:
-    system, disk = _disks(settings)
+    disk = ensure_home(settings, system, say) if prepared else existing_home(settings, system)
     machine = LabMachine(settings, name)
     with locked(settings.cache):
         remove_dead(settings)
@@ -58,9 +55,9 @@ def _start(settings: LabSettings, name: str, *, background: bool) -> LabMachine:
 
 
 @contextmanager
-def fresh(settings: LabSettings) -> Iterator[LabMachine]:
+def fresh(settings: LabSettings, *, prepared: bool) -> Iterator[LabMachine]:
     """A lab that ends with this block."""
-    machine = _start(settings, f"run-{os.getpid()}", background=False)
+    machine = _start(settings, f"run-{os.getpid()}", background=False, prepared=prepared)
     try:
         yield machine
     finally:
@@ -74,7 +71,7 @@ def test(settings: LabSettings, arguments: list[str]) -> int:
         f"mkdir -p {LOGS} && cd {CHECKOUT} && exec .venv/bin/python -m pytest --timeout={TEST_TIMEOUT} "
         f"--basetemp={LOGS}/pytest --junitxml={LOGS}/junit.xml {shlex.join(arguments)}"
     )
-    with fresh(settings) as machine:
+    with fresh(settings, prepared=True) as machine:
         try:
             return machine.channel.call(command, environment(settings))
         finally:
@@ -101,7 +98,7 @@ def _bring_results(settings: LabSettings, machine: LabMachine) -> None:
 
 
 def shell(settings: LabSettings, arguments: list[str]) -> int:
-    with fresh(settings) as machine:
+    with fresh(settings, prepared=False) as machine:
         return _run(settings, machine, arguments)
 
 
@@ -114,13 +111,14 @@ def _run(settings: LabSettings, machine: LabMachine, arguments: list[str]) -> in
 
 
 def prepare(settings: LabSettings, arguments: list[str]) -> int:
-    system, disk = _disks(settings)
+    system = asyncio.run(ensure_system(settings, say))
+    disk = ensure_home(settings, system, say)
     say(f"prepared: {disk.name} over {system.image.name}")
     return 0 if disk != system.image else 1
 
 
 def start(settings: LabSettings, arguments: list[str]) -> int:
-    machine = _start(settings, arguments[0], background=True)
+    machine = _start(settings, arguments[0], background=True, prepared=False)
     say(f"{machine.name} is ready; its console is {machine.console}")
     return 0
 

@@ -80,7 +80,7 @@ def first_start(vmm: str) -> None:
 def _healthy() -> bool:
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{PORT}/health", timeout=30) as answer:
-            return bool(answer.status == 200)
+            return bool(200 <= answer.status < 300)
     except OSError:  # of which urllib's own are
         return False
 

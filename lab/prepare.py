@@ -4,7 +4,6 @@ A template is device state and memory of this very machine, so it can only be ma
 prepared with older code is good: a node that starts makes again what does not fit any more.
 """
 
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -42,6 +41,12 @@ def home_key(settings: LabSettings, system: SystemDisk) -> str:
     return recipe.digest(parts)
 
 
+def existing_home(settings: LabSettings, system: SystemDisk) -> Path:
+    """The disk with prepared nodes if there is one, else the system disk."""
+    home = settings.cache / f"home-{home_key(settings, system)}.qcow2"
+    return home if home.exists() else system.image
+
+
 def ensure_home(settings: LabSettings, system: SystemDisk, progress: Progress) -> Path:
     """The disk with prepared nodes, made on the first call (some minutes).
 
@@ -75,12 +80,3 @@ def ensure_home(settings: LabSettings, system: SystemDisk, progress: Progress) -
         finally:
             machine.stop()
     return target
-
-
-def free(settings: LabSettings) -> None:
-    """Remove the whole cache."""
-    remove_dead(settings)
-    if settings.machines.exists() and any(settings.machines.iterdir()):
-        raise GuestArtifactError("Labs run.", hint="Stop them first: python -m lab list")
-    for path in settings.cache.iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
