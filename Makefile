@@ -3,12 +3,12 @@ SHELL := /bin/bash
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 
-.PHONY: demo test test-slow bench lab lab-shell lab-bench lint format envd envd-test bootstrap bootstrap-dev stop clean
+.PHONY: demo test test-slow bench lab lab-shell lab-bench lint format envd blockd rust-test bootstrap bootstrap-dev stop clean
 
 demo: bootstrap          ## Install what is missing, start a node, live one sandbox's whole life through the E2B SDK
 	@$(PYTHON) examples/demo.py
 
-test: bootstrap-dev lint envd-test ## Install what is missing, run linters and every test
+test: bootstrap-dev lint rust-test ## Install what is missing, run linters and every test
 	@$(PYTHON) -m pytest $(ARGS)
 
 test-slow: bootstrap-dev  ## The tests that `make test` leaves out
@@ -44,11 +44,15 @@ bootstrap-dev:
 envd:
 	cd envd && cargo build --release --locked
 
-envd-test: bootstrap-dev
+blockd:
+	cd blockd && cargo build --release --locked
+
+rust-test: bootstrap-dev
 	@cd envd && cargo test --locked --quiet
+	@cd blockd && cargo test --locked --quiet
 
 stop:                    ## Stop the node that `make demo` left running, and its sandboxes
 	@$(PYTHON) examples/demo.py --stop
 
 clean:
-	rm -rf $(VENV) envd/target .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) envd/target blockd/target .mypy_cache .ruff_cache .pytest_cache

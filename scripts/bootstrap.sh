@@ -327,4 +327,12 @@ envd=$root/envd/target/x86_64-unknown-linux-gnu/release/envd
 (cd "$root/envd" && "$CARGO" build --quiet --release --locked) ||
   die "the guest daemon does not build" "if crates could not be fetched, check this machine's network"
 [ -x "$envd" ] || die "cargo did not write $envd" "unset CARGO_TARGET_DIR and CARGO_BUILD_TARGET, then run this again"
+
+# What serves disks to Firecracker, where the kernel can have block devices in user space.
+blockd=$root/blockd/target/x86_64-unknown-linux-gnu/release/aenv-blockd
+if [ "$group" = dev ] || [ -e /dev/ublk-control ]; then
+  [ -x "$blockd" ] || say "building aenv-blockd (half a minute)"
+  (cd "$root/blockd" && "$CARGO" build --quiet --release --locked) ||
+    die "aenv-blockd does not build" "if crates could not be fetched, check this machine's network"
+fi
 say "ready"

@@ -123,6 +123,7 @@ async def running_node(settings: Settings, progress: Progress, *, pause_all: boo
             settings.home, find_envd(settings), kernel=settings.kernel, progress=progress
         )
         hypervisors = Hypervisors(settings, artifacts.kernel, artifacts.initramfs, progress)
+        stack.callback(hypervisors.close)
         vmm = await hypervisors.choose()
         store = Store(layout.database)
         stack.callback(store.close)

@@ -119,6 +119,7 @@ class Settings(BaseSettings):
     disk_export: Literal["auto", "ublk", "fuse"] = Field(
         "auto", description="How Firecracker gets a sandbox's disk; auto takes ublk where the kernel has it"
     )
+    blockd: Path | None = Field(None, description="aenv-blockd, which serves ublk; found as envd is when unset")
     jail: Literal["auto", "on", "off"] = Field(
         "auto", description="Confinement of hypervisor processes; auto goes on with what this host allows"
     )

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import ClassVar
 
 import httpx
 import uvicorn
@@ -245,6 +246,7 @@ class FakeHypervisors:
     """KVM is broken here, emulation works."""
 
     used: Candidate | None = Candidate("qemu", Accelerator.TCG)
+    gaps: ClassVar = ["no limits of memory"]
 
     async def verdicts(self) -> list[Verdict]:
         return [

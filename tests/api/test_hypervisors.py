@@ -9,9 +9,10 @@ async def test_verdicts_name_the_one_in_use() -> None:
         broken, working = (await client.get(f"/nodes/{node}/hypervisors")).json()
     assert broken == {
         "vmm": "qemu", "accelerator": "kvm", "works": False, "used": False,
-        "reason": "It did not start.", "advice": "Buy another.",
+        "reason": "It did not start.", "advice": "Buy another.", "unconfined": [],
     }  # fmt: skip
     assert working["works"] and working["used"] and working["accelerator"] == "tcg"
+    assert working["unconfined"] == ["no limits of memory"]
 
 
 async def test_other_nodes_are_not_known_here() -> None:

@@ -157,6 +157,9 @@ class Hypervisor(_Model):
     used: bool = Field(description="Whether the node's sandboxes run in it")
     reason: str = Field(description="What happened, a sentence")
     advice: str = Field(description="What to do about it; empty when it works")
+    unconfined: list[str] = Field(
+        description="What of the confinement of its processes this host does not allow; known of the one in use"
+    )
 
 
 SecretValue = Annotated[str, StringConstraints(strict=True, min_length=1, max_length=64 * 1024)]

@@ -25,6 +25,9 @@ class Hypervisors(Protocol):
 
     used: Candidate | None
 
+    @property
+    def gaps(self) -> list[str]: ...
+
     async def verdicts(self) -> list[Verdict]: ...
 
 

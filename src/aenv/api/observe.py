@@ -170,15 +170,17 @@ async def hypervisors(
     The first call after the host has booted boots the kernel in each, which takes seconds.
     """
     await node(context, node_id, cluster)
-    tried = await context.services.hypervisors.verdicts()
+    known = context.services.hypervisors
+    tried = await known.verdicts()
     return [
         bodies.Hypervisor(
             vmm=verdict.vmm,  # type: ignore[arg-type]
             accelerator=verdict.accelerator.value,
             works=verdict.works,
-            used=verdict.candidate == context.services.hypervisors.used,
+            used=verdict.candidate == known.used,
             reason=verdict.reason,
             advice=verdict.advice,
+            unconfined=known.gaps if verdict.candidate == known.used else [],
         )
         for verdict in tried
     ]

@@ -5,10 +5,18 @@ import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from aenv.config import Settings
+from aenv.config import LimitSettings, Settings
 from aenv.errors import VmmError
 from aenv.vmm import qemu_command
+from aenv.vmm.cgroup_limits import IoLimits
+from aenv.vmm.disk.choice import ExportKind, choose_exporter
+from aenv.vmm.firecracker.binary import find_firecracker
+from aenv.vmm.firecracker.options import FirecrackerOptions, RateLimit
+from aenv.vmm.firecracker.probe import remembered_probe as remembered_firecracker_probe
+from aenv.vmm.firecracker.vmm import FirecrackerVmm
+from aenv.vmm.firecracker.vmm import fingerprint as firecracker_fingerprint
 from aenv.vmm.jail import Jailer
+from aenv.vmm.jail_settings import JailSettings
 from aenv.vmm.probe import QemuBinary, cpu_option, find_qemu, host_cpu, remembered_probe, tsc_khz
 from aenv.vmm.protocol import Accelerator, Fingerprint, Vmm
 from aenv.vmm.qemu_vmm import QemuVmm
@@ -30,6 +38,7 @@ class Hypervisors:
         self._initramfs = initramfs
         self._progress = progress
         self.used: Candidate | None = None  # what ``choose`` gave
+        self._jailer: Jailer | None = None
         self._trying = asyncio.Lock()  # one boot at a time: two would slow each other into their time limits
 
     async def verdicts(self) -> list[Verdict]:
@@ -55,41 +64,105 @@ class Hypervisors:
         for candidate in candidates:
             verdict = await self.verdict(candidate)
             if verdict.works:
-                self.used = candidate
-                return await self._make(candidate)
+                try:
+                    made = await self._make(candidate)
+                    self.used = candidate
+                    return made
+                except VmmError as error:  # what it needs besides: disks as devices, confinement
+                    verdict = missing(candidate, error.message, error.hint)
             failed.append(verdict)
             self._progress(f"{candidate} does not work here: {verdict.reason}")
         reasons = " ".join(f"{verdict.candidate}: {verdict.reason}" for verdict in failed)
         raise VmmError(f"No hypervisor works on this host. {reasons}", failed[-1].advice)
 
+    @property
+    def gaps(self) -> list[str]:
+        """What of the confinement of the chosen hypervisor's processes does not work here, as sentences."""
+        return self._jailer.gaps if self._jailer is not None else []
+
+    def close(self) -> None:
+        if self._jailer is not None:
+            self._jailer.close()
+
     async def _try(self, candidate: Candidate) -> Verdict:
-        if candidate.vmm == "firecracker":
-            return missing(
-                candidate,
-                f"Firecracker ({self._settings.firecracker}) is not installed.",
-                "Install one of its two newest releases, or set AENV_FIRECRACKER.",
+        settings = self._settings
+        if candidate.vmm == "qemu":
+            qemu = await find_qemu(settings.qemu)
+            digest = await self._tell(candidate, self._kernel)
+            return await remembered_probe(
+                settings.home, qemu, candidate.accelerator, self._kernel, self._initramfs, digest
             )
-        qemu = await find_qemu(self._settings.qemu)
-        digest = await asyncio.to_thread(sha256_of, self._kernel)
-        self._progress(f"probing {candidate} by booting the guest kernel")
-        return await remembered_probe(
-            self._settings.home, qemu, candidate.accelerator, self._kernel, self._initramfs, digest
+        kernel, firecracker = self._kernel_for(candidate), await find_firecracker(settings.firecracker)
+        digest = await self._tell(candidate, kernel)
+        return await remembered_firecracker_probe(
+            settings.home, firecracker, candidate.accelerator, kernel, self._initramfs, digest
         )
 
+    async def _tell(self, candidate: Candidate, kernel: Path) -> str:
+        """Say what is going on; the kernel's digest."""
+        self._progress(f"probing {candidate} by booting the guest kernel")
+        return await asyncio.to_thread(sha256_of, kernel)
+
+    def _kernel_for(self, candidate: Candidate) -> Path:
+        if candidate.accelerator is not Accelerator.PVM:
+            return self._kernel
+        kernel = self._settings.pvm_kernel
+        if kernel is None or not kernel.is_file():
+            what = "No guest kernel for PVM is configured." if kernel is None else f"{kernel} does not exist."
+            raise VmmError(what, "A PVM host needs a guest kernel that was built for it: set AENV_PVM_KERNEL to it.")
+        return kernel
+
     async def _make(self, candidate: Candidate) -> Vmm:
-        settings = self._settings
+        settings, kernel = self._settings, self._kernel_for(candidate)
+        digest = await asyncio.to_thread(sha256_of, kernel)
+        self._jailer = await asyncio.to_thread(make_jailer, settings)
+        if candidate.vmm == "firecracker":
+            binary = await find_firecracker(settings.firecracker)
+            return FirecrackerVmm(
+                settings.home,
+                settings.runtime,
+                binary,
+                firecracker_fingerprint(binary, candidate.accelerator, digest),
+                kernel,
+                self._initramfs,
+                await choose_exporter(ExportKind(settings.disk_export), settings.blockd),
+                firecracker_options(settings.limits),
+                self._jailer,
+            )
         qemu = await find_qemu(settings.qemu)
-        digest = await asyncio.to_thread(sha256_of, self._kernel)
         return await asyncio.to_thread(
             make_qemu,
             settings.home,
             settings.runtime,
             qemu,
             candidate.accelerator,
-            self._kernel,
+            kernel,
             self._initramfs,
             digest,
+            self._jailer,
         )
+
+
+def make_jailer(settings: Settings) -> Jailer:
+    """Blocks for some milliseconds. Raises VmmError when the settings demand more than this host allows."""
+    bandwidth, operations = settings.limits.disk_bandwidth << 20 or None, settings.limits.disk_operations or None
+    wanted = JailSettings(
+        mode=settings.jail,
+        node=settings.slot_prefix,
+        first_user=settings.jail_first_user,
+        users=settings.jail_users,
+        cgroup=settings.cgroup,
+        io=IoLimits(bandwidth, bandwidth, operations, operations),
+    )
+    return Jailer(wanted, settings.home, settings.runtime)
+
+
+def firecracker_options(limits: LimitSettings) -> FirecrackerOptions:
+    return FirecrackerOptions(
+        disk=RateLimit(limits.disk_bandwidth << 20, limits.disk_operations),
+        download=RateLimit(limits.download_bandwidth << 20, limits.download_packets),
+        upload=RateLimit(limits.upload_bandwidth << 20, limits.upload_packets),
+    )
 
 
 def make_qemu(

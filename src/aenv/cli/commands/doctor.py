@@ -157,6 +157,9 @@ def _hypervisors(api: Api, node_id: str) -> Iterator[Finding]:
     for item in tried:
         name = f"{item['vmm']}/{item['accelerator']}{', in use' if item['used'] else ''}"
         yield _hypervisor(name, item["works"], item["reason"], item["advice"], any(i["works"] for i in tried))
+    for gap in (gap for item in tried for gap in item["unconfined"]):
+        advice = "Sandboxes run; what breaks out of one is less confined. See docs/guides/security.md."
+        yield Finding("Jail", "warning", gap, advice)
 
 
 def _hypervisor(name: str, works: bool, reason: str, advice: str, usable: bool) -> Finding:
