@@ -121,7 +121,8 @@ class Filesystem:
         return export
 
     def _attributes(self, export: Export) -> Attributes:
-        mode = protocol.S_IFREG | 0o400
+        # Readable by VMMs that run as users of their own. Nobody else gets there: the root is for its owner alone.
+        mode = protocol.S_IFREG | 0o444
         return Attributes(export.inode, export.virtual_size, mode, self._uid, export.created)
 
     def _root(self) -> Attributes:

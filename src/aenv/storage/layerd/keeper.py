@@ -126,6 +126,7 @@ class Keeper:
         os.close(server)
 
     def _terminate(self, *_: object) -> None:
-        # Unmounting ends the server, and that ends this. Sandboxes are not pulled from under their owners.
-        if not mount.remove(self._config.mount):
+        # Unmounting ends the server, and that ends this. Sandboxes are not pulled from under their owners: what they
+        # have open in mount namespaces of their own does not keep this mount.
+        if shared.any_open(self._handoff.shared) or not mount.remove(self._config.mount):
             log.warning("files are open; the layer server goes on", mount=str(self._config.mount))

@@ -15,7 +15,7 @@ from aenv.storage.layerd.protocol import Session
 
 # sys/mount.h
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_NOATIME = 1, 2, 4, 8, 1024
-MNT_DETACH = 2
+MNT_DETACH, MNT_EXPIRE = 2, 4
 
 SOURCE = "aenv-layers"
 MAX_PAGES = 256  # of one read: 1 MiB, the kernel's own limit (fs.fuse.max_pages_limit)
@@ -112,6 +112,13 @@ def connected(device: int) -> bool:
     poll = select.poll()
     poll.register(device, 0)
     return not any(events & select.POLLERR for _, events in poll.poll(0))
+
+
+def busy(path: Path) -> bool:
+    """Whether files are open there, by this mount and not by a copy of it in another namespace; changes nothing."""
+    # umount2(2): EBUSY when it is in use; EAGAIN when it is not, and a second call would unmount it if nobody used it
+    # in between.
+    return _libc.umount2(os.fsencode(path), MNT_EXPIRE) != 0 and ctypes.get_errno() == errno.EBUSY
 
 
 def remove(path: Path, *, force: bool = False) -> bool:

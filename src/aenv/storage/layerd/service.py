@@ -28,6 +28,7 @@ from aenv.storage.layerd.worker import Worker
 log = structlog.get_logger()
 
 SAVE = 60.0  # seconds between two savings of when cached blocks were used
+RELEASE = 0.5  # seconds until the kernel has told of what was closed
 # The interpreter's default of 5 ms is how long one thread that computes may keep a fault waiting.
 SWITCH = 0.0005
 
@@ -131,9 +132,22 @@ class Service:
         return {"cache": asdict(self.cache.stats()), "total": total, "exports": exports}
 
     def _stop(self, request: dict[str, Any]) -> dict[str, Any]:
-        if not mount.remove(self._handoff.config.mount, force=bool(request.get("force"))):
+        force = bool(request.get("force"))
+        # What a VMM has open in a mount namespace of its own does not keep this mount.
+        if (not force and self._stays_open()) or not mount.remove(self._handoff.config.mount, force=force):
             raise ConflictError("Files of the layer server are open.", "End the sandboxes that use them first.")
         return {}
+
+    def _stays_open(self) -> bool:
+        """Whether files are open. Of one that was closed the kernel tells a moment later."""
+        if mount.busy(self._handoff.config.mount):
+            return True
+        deadline = time.monotonic() + RELEASE
+        while self._shared.open_inodes():
+            if time.monotonic() > deadline:
+                return True
+            time.sleep(0.01)
+        return False
 
 
 def serve(handoff: Handoff, opener: Opener | None = None, policy: FetchPolicy | None = None) -> None:

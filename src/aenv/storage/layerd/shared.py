@@ -35,6 +35,12 @@ def create() -> int:
     return fd
 
 
+def any_open(fd: int) -> bool:
+    """Whether a file is open, for a process other than the server, which goes on writing there."""
+    with mmap.mmap(fd, SIZE, mmap.MAP_SHARED, mmap.PROT_READ) as view:
+        return bool(view[SLOTS * SLOT :].strip(b"\0"))
+
+
 class Shared:
     """The mapping. Thread-safe."""
 
