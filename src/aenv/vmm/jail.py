@@ -8,6 +8,7 @@ thread.
 
 import contextlib
 import os
+import platform
 import resource
 import signal
 import threading
@@ -18,8 +19,8 @@ import structlog
 
 from aenv.errors import VmmError
 from aenv.vmm import jail_calls as calls
+from aenv.vmm import jail_filter, process
 from aenv.vmm import jail_root as root
-from aenv.vmm import process
 from aenv.vmm.cgroup import Cgroups
 from aenv.vmm.cgroup_limits import Limits
 from aenv.vmm.jail_root import Content, Share, Visitors
@@ -31,6 +32,7 @@ log = structlog.get_logger()
 # Where a process that is not enclosed yet finds the one folder of the host that it may write to: a folder that any
 # user can reach, that is there wherever there are network slots, and that is of no use to a VMM.
 LOBBY = process.NETNS_DIRECTORY
+FILTER = jail_filter.program() if platform.machine() in jail_filter.DENIED else b""
 THREADS = 128  # of a VMM besides its virtual CPUs: QEMU's block layer starts up to 64 for itself
 
 
@@ -89,6 +91,7 @@ class Jail:
             if lobby is not None:
                 calls.bind(lobby, LOBBY)
             calls.become(self.user)
+            calls.restrict(FILTER)
         except OSError as error:
             raise VmmError(f"VM {self._vm_id} cannot be confined: {error}.", ADVICE) from error
 
@@ -277,7 +280,7 @@ class Jailer:
         return self._cgroups.folders(vm_id)
 
     def close(self) -> None:
-        """Jails stay."""
+        """Jails stay. Idempotent."""
         self.visitors.close()
         self._cgroups.close()
 

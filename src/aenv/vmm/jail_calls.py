@@ -19,7 +19,8 @@ CLONE_NEWIPC, CLONE_NEWPID = 0x8000000, 0x20000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND = 1, 2, 4, 8, 0x1000
 MS_REC, MS_PRIVATE = 0x4000, 0x40000
 MNT_DETACH = 2
-PR_GET_DUMPABLE, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 3, 4, 24, 38
+PR_GET_DUMPABLE, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 3, 4, 22, 24, 38
+SECCOMP_MODE_FILTER = 2
 KEYCTL_JOIN_SESSION_KEYRING = 1
 CAPABILITY_VERSION = 0x20080522  # _LINUX_CAPABILITY_VERSION_3, capget(2)
 OPEN_TREE_CLONE, AT_EMPTY_PATH, MOVE_MOUNT_F_EMPTY_PATH, AT_FDCWD = 1, 0x1000, 4, -100
@@ -91,6 +92,17 @@ def become(user: int | None) -> None:
     else:
         header = ctypes.create_string_buffer(struct.pack("=Ii", CAPABILITY_VERSION, 0))
         _call(SYS_CAPSET, "capset", header, ctypes.create_string_buffer(24))
+
+
+def restrict(program: bytes) -> None:
+    """Put a seccomp filter (``aenv.vmm.jail_filter``) over this thread and what it starts, for good.
+
+    After ``become``, which sets ``no_new_privs``: without rights the kernel takes no other.
+    """
+    code = ctypes.create_string_buffer(program, len(program))
+    header = ctypes.create_string_buffer(struct.pack("@HP", len(program) // 8, ctypes.addressof(code)))  # sock_fprog
+    result = _libc.prctl(PR_SET_SECCOMP, ctypes.c_ulong(SECCOMP_MODE_FILTER), header, 0, 0)
+    _check(result, "installing a seccomp filter")
 
 
 def dumpable() -> int:

@@ -203,8 +203,11 @@ class Visitors:
             raise VmmError(f"Process {pid} is gone.") from error
 
     def close(self) -> None:
+        """Idempotent."""
         self._threads.shutdown()
-        os.close(self._home)
+        if self._home >= 0:
+            os.close(self._home)
+            self._home = -1
 
 
 def _prepare_thread() -> None:

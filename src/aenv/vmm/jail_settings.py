@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from aenv.vmm import jail_calls as calls
-from aenv.vmm import jail_root, process
+from aenv.vmm import jail_filter, jail_root, process
 from aenv.vmm.cgroup_limits import NO_LIMITS, IoLimits
 
 ADVICE = "Run the server as root with all capabilities, or set jail = auto to go on with less."
@@ -65,6 +65,7 @@ def rehearse(home: Path) -> str | None:
             calls.attach(tree, "/file")
             os.mknod("/dev/null", 0o020600, os.makedev(1, 3))
             calls.become(None)
+            calls.restrict(jail_filter.program())
         finally:
             os.close(tree)
 
