@@ -7,7 +7,7 @@ use crate::freezer::Freezer;
 use crate::network::{self, Network};
 use std::ffi::CString;
 use std::fs::{self, File};
-use std::io;
+use std::io::{self, Read as _, Seek as _, SeekFrom};
 use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::{symlink, PermissionsExt as _};
 use std::path::Path;
@@ -17,6 +17,10 @@ use std::time::{Duration, Instant};
 const ROOT_DEADLINE: Duration = Duration::from_secs(10);
 const NEW_ROOT: &str = "/newroot";
 const CGROUP: &str = "/sys/fs/cgroup";
+/// Linux's `fs/ext4/ext4.h`: s_magic, EXT4_FEATURE_INCOMPAT_64BIT, `_IOW('f', 16, __u64)`.
+const EXT4_MAGIC: u64 = 0xEF53;
+const EXT4_64BIT: u64 = 0x80;
+const EXT4_IOC_RESIZE_FS: libc::c_ulong = 0x4008_6610;
 
 /// The `aenv.*` parameters of the kernel command line.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -152,6 +156,32 @@ fn load_module(path: &str) -> io::Result<()> {
     }
 }
 
+/// Lets the root file system, which is mounted at `root`, grow to the size of its device, which may have grown since.
+fn grow(device: &str, root: &str) -> io::Result<()> {
+    let mut superblock = [0_u8; 1024];
+    let mut file = File::open(device)?;
+    file.seek(SeekFrom::Start(1024))?;
+    file.read_exact(&mut superblock)?;
+    let word =
+        |at: usize| u64::from(u32::from_le_bytes(superblock[at..at + 4].try_into().expect("four bytes")));
+    if word(56) & 0xFFFF != EXT4_MAGIC {
+        return Err(io::Error::other("it is not ext4"));
+    }
+    let block = 1024_u64 << word(24).min(6);
+    // The upper half is there in file systems with 64-bit block numbers.
+    let blocks = word(4) | if word(96) & EXT4_64BIT != 0 { word(336) << 32 } else { 0 };
+    let wanted = file.seek(SeekFrom::End(0))? / block;
+    if wanted <= blocks {
+        return Ok(());
+    }
+    let root = File::open(root)?;
+    // SAFETY: the kernel reads the number behind the pointer.
+    match unsafe { libc::ioctl(root.as_raw_fd(), EXT4_IOC_RESIZE_FS, &raw const wanted) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
 /// Mounts the root device and makes it `/`, freeing the memory of the initramfs.
 fn enter_root(device: &str) {
     let deadline = Instant::now() + ROOT_DEADLINE;
@@ -174,6 +204,7 @@ fn enter_root(device: &str) {
             Err(e) => fail(&format!("mounting {device}: {e}")),
         }
     }
+    warn("growing the root file system", grow(device, NEW_ROOT));
     for name in ["dev", "proc", "sys"] {
         let (old, new) = (format!("/{name}"), format!("{NEW_ROOT}/{name}"));
         let moved = fs::create_dir_all(&new).and_then(|()| mount(&old, &new, "", libc::MS_MOVE, ""));

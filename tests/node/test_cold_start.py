@@ -12,7 +12,7 @@ import httpx
 import pytest
 from e2b import Sandbox
 
-from tests.image import registries
+from tests.image import overlaybd, registries
 from tests.image.writer import Image, folder, member, push
 from tests.image.writer import archive as tar
 from tests.node import images
@@ -39,8 +39,16 @@ def image(node: NodeProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         layer = tar([folder("tools", 0o755), member("tools/hello", b"#!/bin/sh\necho hello\n", mode=0o755)])
         repository, _, tag = NAME.partition(":")
         push(registry.base, repository, tag, [Image([*made.layers, layer], made.config)])
+        other = tar([member("other", b"other ")])
+        push(registry.base, repository, "other", [Image([*made.layers, other], made.config)])
         node.restart(registries=json.dumps({registry.host: {"plain_http": True}}), boot_args_allow="audit=,quiet")
         yield f"{registry.host}/{NAME}"
+
+
+@pytest.fixture
+def second_image(image: str) -> str:
+    """Another one on the same base."""
+    return f"{image.rpartition(':')[0]}:other"
 
 
 @pytest.fixture
@@ -76,25 +84,65 @@ def test_an_image_boots_as_it_says(cold: ColdStart, node: NodeProcess, api: http
     assert 0.8 * (DISK << 20) < size <= DISK << 20
 
 
+def converted(node: NodeProcess) -> dict[Path, int]:
+    """Layers in the image cache, and how many names each has."""
+    return {path: path.stat().st_nlink for path in (node.home / "images/layers").glob("??/*")}
+
+
 def test_the_converted_image_is_used_again(cold: ColdStart, node: NodeProcess) -> None:
     first = cold()
-    converted = sorted((node.home / "images" / "rootfs").glob("*.ext4"))
-    before = [(path, path.stat().st_ino, path.stat().st_mtime_ns) for path in converted]
+    before = [(path, path.stat().st_ino, path.stat().st_mtime_ns // 10**12) for path in sorted(converted(node))]
     second = cold()
-    assert [path for path, _, _ in before] == sorted((node.home / "images" / "rootfs").glob("*.ext4"))
-    assert [number for _, number, _ in before] == [path.stat().st_ino for path in converted]
-    disks = [layer["parent"] for layer in map(json.loads, node.records("layers").values()) if layer["parent"]]
+    assert [(path, path.stat().st_ino) for path in sorted(converted(node))] == [each[:2] for each in before]
     mine = [json.loads(node.records("sandboxes")[s.sandbox_id])["disk"] for s in (first, second)]
     parents = {json.loads(node.records("layers")[disk])["parent"] for disk in mine}
-    assert len(parents) == 1 and parents <= set(disks), "both are on the same layer"
+    assert len(parents) == 1, "both are on the same layer"
     (base,) = parents
-    assert (node.home / "layers" / f"{base}.raw").stat().st_ino in [number for _, number, _ in before]
+    links = {path.stat().st_ino for path in (node.home / "images/volumes" / base).iterdir()}
+    assert links <= {inode for _, inode, _ in before} and len(links) >= 4
     first.commands.run("echo mine > /tmp/f")
     assert second.commands.run("cat /tmp/f 2>/dev/null || echo nothing").stdout == "nothing\n"
     first.kill()
     second.kill()
     wait_for(lambda: base not in node.records("layers"), "the image's layer to go with its last sandbox")
-    wait_for(lambda: not (node.home / "layers" / f"{base}.raw").exists(), "its file to go as well")
+    wait_for(lambda: not (node.home / "images/volumes" / base).exists(), "its names to go as well")
+    assert set(converted(node).values()) == {1}, "the cache has them still"
+
+
+def test_images_on_one_base_share_its_layers(
+    create: Create, api: httpx.Client, image: str, node: NodeProcess, second_image: str
+) -> None:
+    started = []
+    for name in (image, second_image):
+        answer = api.post("/sandboxes-cold", json={"image": name, "timeout": 300, "diskSizeMB": DISK}, timeout=300)
+        assert answer.status_code == 201, answer.text
+        started.append(Sandbox.connect(answer.json()["sandboxID"], timeout=300))
+    assert started[0].commands.run("hello").stdout == "hello\n"
+    assert started[1].commands.run("cat /other; command -v hello || echo none").stdout == "other none\n"
+    assert sorted(converted(node).values()).count(3) >= 2, "two disks name what is shared, and the cache does"
+    listed = {each["names"][0]: each for each in api.get("/images").json()}
+    assert listed[image]["sharedBytes"] == listed[second_image]["sharedBytes"] > 0.9 * listed[image]["sizeBytes"]
+    restart(node)
+    assert started[1].commands.run("cat /other").stdout == "other "
+    for each in started:
+        each.kill()
+    wait_for(lambda: set(converted(node).values()) == {1}, "the disks' names to go")
+
+
+def test_a_larger_disk_grows_when_it_boots(cold: ColdStart, node: NodeProcess, api: httpx.Client) -> None:
+    usual = 4096  # default_disk
+    cold(diskSizeMB=usual).kill()
+    before = set(converted(node))
+    sandbox = cold(diskSizeMB=2 * usual)
+    assert set(converted(node)) == before, "nothing had to be converted for it"
+    size = int(sandbox.commands.run("stat -f -c '%b' /").stdout) * 4096
+    assert 0.95 * (2 * usual << 20) < size <= 2 * usual << 20
+    sandbox.commands.run("head -c 10000000 /dev/zero > /tmp/f")
+    assert api.get(f"/sandboxes/{sandbox.sandbox_id}").json()["diskSizeMB"] == 2 * usual
+    sandbox.pause(mode="filesystem")
+    sandbox.connect()
+    assert int(sandbox.commands.run("stat -f -c '%b' /").stdout) * 4096 == size
+    assert sandbox.commands.run("wc -c < /tmp/f").stdout.strip() == "10000000"
 
 
 def test_it_is_a_sandbox_like_any_other(
@@ -133,7 +181,7 @@ def test_the_cache_is_listed_and_removed_from(
         return [item for item in api.get("/images").json() if image in item["names"]]
 
     (listed,) = cached()
-    assert (listed["names"], listed["inUse"], listed["sharedBytes"]) == ([image], 1, 0)
+    assert (listed["names"], listed["inUse"]) == ([image], 1)
     assert listed["sizeBytes"] > 1e6
     refused = api.delete(f"/images/{image}")
     assert refused.status_code == 409 and "in use" in refused.json()["message"]
@@ -182,16 +230,15 @@ def test_what_cannot_be_started_leaves_nothing(image: str, api: httpx.Client, no
     assert_nothing_leaked(node)
 
 
-def test_a_file_system_that_does_not_boot_is_a_clear_error(image: str, api: httpx.Client, node: NodeProcess) -> None:
-    answer = api.post("/sandboxes-cold", json={"image": image, "diskSizeMB": DISK + 8}, timeout=300)
-    assert answer.status_code == 201, answer.text
-    api.delete(f"/sandboxes/{answer.json()['sandboxID']}")
-    (converted,) = (node.home / "images" / "rootfs").glob(f"*-{DISK + 8}-*.ext4")
-    wait_for(lambda: os.stat(converted).st_nlink == 1, "the sandbox's layer to go")  # noqa: PTH116
-    with Path(converted).open("r+b") as file:  # the superblock is at 1024
-        file.write(bytes(65536))
-    answer = api.post("/sandboxes-cold", json={"image": image, "diskSizeMB": DISK + 8}, timeout=300)
+def test_a_file_system_that_does_not_boot_is_a_clear_error(
+    image: str, api: httpx.Client, node: NodeProcess, tmp_path: Path
+) -> None:
+    (tmp_path / "noise").write_bytes(os.urandom(64 << 20))
+    noise = overlaybd.NativeImage([overlaybd.layer((None, tmp_path / "noise"), tmp_path)])
+    host = image.partition("/")[0]
+    push(f"http://{host}", "cold/noise", "1", [noise])
+    answer = api.post("/sandboxes-cold", json={"image": f"{host}/cold/noise:1"}, timeout=300)
     assert answer.status_code == 500 and answer.json()["error_code"] == "sandbox_create_failed", answer.text
     wait_for(lambda: not node.records("sandboxes"), "the failed sandbox to go")
-    converted.unlink()
     assert_nothing_leaked(node)
+    wait_for(lambda: not list((node.home / "images/native").iterdir()), "what is known of its disk to go")

@@ -36,7 +36,10 @@ def assert_nothing_leaked(node: NodeProcess) -> None:
     warm = 2
     wait_for(lambda: len(node.vm_pids()) == len(held) + warm, f"{len(held)} VMs and {warm} warm ones")
     layers = {name.split(".")[0] for name in names(node.home / "layers")}
-    assert layers == set(node.records("layers"))
+    volumes = {name for name in node.records("layers") if name.startswith("v-")}
+    assert layers == set(node.records("layers")) - volumes
+    images = [node.home / "images" / kind for kind in ("volumes", "native")]
+    wait_for(lambda: all(names(path) <= volumes for path in images if path.exists()), "disks of images to go")
     assert names(node.home / "snapshots") == set(node.records("snapshots"))
     assert names(node.home / "memory") == set(node.records("memory"))
     vms = {s["vm_id"] for s in held}
