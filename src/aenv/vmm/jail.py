@@ -9,7 +9,6 @@ thread.
 import contextlib
 import os
 import platform
-import resource
 import signal
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -264,11 +263,9 @@ class Jailer:
         self._users.release(directory)
 
     def limit(self, vm_id: str, pid: int) -> None:
-        """Put a new process into its control group, and let it dump no core, which would be the guest's memory."""
+        """Put a new process into its control group."""
         if self._limits:
             self._cgroups.enter(vm_id, pid)
-            with contextlib.suppress(OSError, ValueError):
-                resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
 
     def restore_dumpable(self) -> None:
         """A thread that took on another user took from the whole server that it may be debugged."""

@@ -88,6 +88,6 @@ def rehearse_user(user: int) -> str | None:
 
 
 def _missing(wanted: dict[str, int]) -> str:
-    status = Path("/proc/self/status").read_text()
+    status = Path("/proc/thread-self/status").read_text()
     effective = int(status.partition("CapEff:")[2].split()[0], 16)
     return ", ".join(name for name, number in wanted.items() if not effective >> number & 1)

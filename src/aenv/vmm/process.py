@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import resource
 import signal
 import socket
 import struct
@@ -97,7 +98,7 @@ def launch(
             if prepare is not None:
                 prepare()
             try:
-                return subprocess.Popen(
+                started = subprocess.Popen(
                     argv,
                     stdin=subprocess.DEVNULL,
                     stdout=out,
@@ -109,6 +110,10 @@ def launch(
                 )
             except OSError as error:
                 raise VmmError(f"{argv[0]} cannot be started: {error}.", "Is it installed?") from error
+        # A core would be a guest's memory. From this thread, which is the same user, that takes no right.
+        with contextlib.suppress(OSError):
+            resource.prlimit(started.pid, resource.RLIMIT_CORE, (0, 0))
+        return started
 
     process = apart(start)
     # ``Process`` reaps it; Popen must neither do that nor warn that nobody did.
