@@ -144,9 +144,49 @@ def test_refusals(native: Pushed, api: httpx.Client, node: NodeProcess, tmp_path
         push(f"http://{host}", f"native/{name}", "1", [image])
         answer = api.post("/sandboxes-cold", json={"image": f"{host}/native/{name}:1"}, timeout=60)
         assert answer.status_code == status and says in answer.json()["message"], answer.text
-    answer = api.post("/sandboxes-cold", json={"image": native.name, "diskSizeMB": SIZE * 2}, timeout=60)
+    answer = api.post("/sandboxes-cold", json={"image": native.name, "diskSizeMB": SIZE // 2}, timeout=60)
     assert answer.status_code == 400 and f"{SIZE} MiB" in answer.json()["message"], answer.text
     assert not node.records("sandboxes")
+
+
+def test_a_larger_disk_grows_when_it_boots(cold: Callable[..., Sandbox], api: httpx.Client) -> None:
+    sandbox = cold(diskSizeMB=3 * SIZE)
+    blocks, block = map(int, sandbox.commands.run("stat -f -c '%b %S' /").stdout.split())
+    size = blocks * block
+    assert 0.8 * (3 * SIZE << 20) < size <= 3 * SIZE << 20
+    assert api.get(f"/sandboxes/{sandbox.sandbox_id}").json()["diskSizeMB"] == 3 * SIZE
+    assert sandbox.commands.run("hello").stdout == "hello\n"
+
+
+def test_a_template_is_made_of_it(create: Create, node: NodeProcess, api: httpx.Client, native: Pushed) -> None:
+    environment = {**os.environ, "AENV_API_URL": node.url, "AENV_API_KEY": node.api_key, "NO_COLOR": "1"}
+    program = str(Path(sys.executable).parent / "aenv")
+
+    def aenv(*arguments: str) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run([program, *arguments], env=environment, capture_output=True, text=True, timeout=500)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done
+
+    before = fetched(node)
+    aenv("pull", native.name, "--name", "from-native", "--mem", "256")
+    assert fetched(node) - before < native.size / 4, "it was not downloaded"
+    sandbox = create("from-native")
+    said = sandbox.commands.run("pwd; id -un; echo $PATH $FROM_IMAGE; hello; wc -c < /large")
+    assert said.stdout.splitlines() == ["/app", "uid4321", "/tools:/bin yes", "hello", str(UNREAD)]
+    restart(node)
+    assert sandbox.commands.run("hello").stdout == "hello\n"
+    again = create("from-native")
+    assert again.commands.run("hello").stdout == "hello\n"
+    published = "from-native:default"
+    wait_for(lambda: published in node.records("published"), "the template to be in the repository", 120)
+    for data in native.image.layers:
+        name = digest_of(data).removeprefix("sha256:")
+        assert (node.home / "repository/layers" / name[:2] / name).read_bytes() == data
+    for each in (sandbox, again):
+        each.kill()
+    assert api.delete("/templates/from-native").status_code in (200, 204)
+    wait_for(lambda: not node.records("sandboxes"), "the sandboxes to be gone")
+    assert_nothing_leaked(node)
 
 
 def test_a_snapshot_is_published_and_started_again(

@@ -35,6 +35,8 @@ def assert_nothing_leaked(node: NodeProcess) -> None:
     assert all(s["state"] in ("running", "paused") for s in sandboxes), states(node)
     warm = 2
     wait_for(lambda: len(node.vm_pids()) == len(held) + warm, f"{len(held)} VMs and {warm} warm ones")
+    # Files that go are renamed first and removed behind that.
+    wait_for(lambda: not list((node.home / "layers").glob(".*")), "files aside to be removed")
     layers = {name.split(".")[0] for name in names(node.home / "layers")}
     volumes = {name for name in node.records("layers") if name.startswith("v-")}
     assert layers == set(node.records("layers")) - volumes
