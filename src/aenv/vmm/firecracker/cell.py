@@ -6,6 +6,7 @@ directory, and they are links. All methods block: call them in a worker thread.
 """
 
 import contextlib
+import os
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -47,6 +48,13 @@ class Cell:
             argv, netns, directory / ERRORS, [], output=console, lobby=directory / LOBBY, directory=directory
         )
 
+    def prepare(self) -> None:
+        """Make what it needs in its directory, before it is launched."""
+        (self._directory / LOBBY).mkdir(0o700)
+        os.mkfifo(self._directory / requests.SAVE, 0o600)
+        if self._jail.user is not None:
+            os.chown(self._directory / requests.SAVE, self._jail.user, self._jail.user)
+
     def enclose(self) -> None:
         """It answers and has nothing of a guest yet: from here on it sees only what it is given."""
         devices = [Share(Path(path)) for path in DEVICES if Path(path).exists()]
@@ -71,6 +79,10 @@ class Cell:
         for name in names:
             with contextlib.suppress(FileNotFoundError):
                 (self._directory / name).unlink()
+
+    def outside(self, name: str, pid: int) -> Path:
+        """Where the server finds what the process has by that name."""
+        return Path(f"/proc/{pid}/root") / name if self._jail.enclosed else self._directory / name
 
     def close(self) -> None:
         """It has ended. Idempotent."""

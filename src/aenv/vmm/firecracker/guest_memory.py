@@ -22,9 +22,6 @@ from aenv.vmm import memory as ram
 
 X86_GAP = 3 << 30  # bytes of RAM below the addresses of devices
 COMMAND_LINE = 0x20000  # guest address on x86-64; a Linux guest leaves the first MiB alone
-# Firecracker keeps ACPI tables, generation id and clock page in what it calls system memory, which is near the
-# beginning of RAM on both architectures (``SYSTEM_MEM_START``), and which the guest leaves alone.
-SYSTEM_MEMORY = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +51,7 @@ def parse_maps(text: str) -> list[Area]:
 
 
 def find_mapped(pid: int, base: Path, memory_bytes: int) -> list[ram.Mapping]:
-    """The pieces of a VM that has just been restored over ``base``. Raises VmmError when they are not there."""
+    """The pieces of a VM that is being restored over ``base``. Raises VmmError when they are not there."""
     stat = base.stat()
     file = (f"{os.major(stat.st_dev):02x}:{os.minor(stat.st_dev):02x}", stat.st_ino)
     areas = [area for area in parse_maps(_read(pid, "maps")) if area.file == file]
@@ -135,45 +132,6 @@ def _marked(piece: ram.Mapping, starts: ram.Words, ends: ram.Words) -> NDArray[n
     edges[(starts // np.uint64(ram.PAGE)).astype(np.int64)] += 1
     edges[(ends // np.uint64(ram.PAGE)).astype(np.int64)] -= 1
     return np.cumsum(edges[:-1], dtype=np.int8) > 0
-
-
-@dataclass(frozen=True, slots=True)
-class Fresh:
-    """Bytes that Firecracker itself wrote into guest memory when it loaded a snapshot: ``at`` these addresses."""
-
-    pid: int
-    at: list[int]
-    data: list[bytes]
-
-    def write(self) -> None:
-        with open(f"/proc/{self.pid}/mem", "r+b", buffering=0) as memory:
-            for address, data in zip(self.at, self.data, strict=True):
-                memory.seek(address)
-                memory.write(data)
-
-
-def fresh(pieces: Sequence[ram.Mapping], base: Path) -> Fresh:
-    """What loading a snapshot wrote into system memory: a new generation id, a new count of the clock page.
-
-    A delta that is written into memory afterwards has the old ones, and a guest that finds the old ones does not
-    reseed its random numbers.
-    """
-    piece = pieces[0]
-    low = ram.Mapping(piece.pid, piece.start, min(SYSTEM_MEMORY, piece.size), piece.offset)
-    at, found = [], []
-    first, length = ram.private_runs(low)
-    with base.open("rb") as file:
-        for page, count in zip(first.tolist(), length.tolist(), strict=True):
-            offset, size = page * ram.PAGE, count * ram.PAGE
-            now = _peek(piece.pid, piece.bias + offset, size)
-            file.seek(offset)
-            before = file.read(size)
-            changed = np.frombuffer(now, np.uint8) != np.frombuffer(before.ljust(size, b"\0"), np.uint8)
-            starts, runs = ram.runs(np.flatnonzero(changed).astype(np.uint64))
-            for start, run in zip(starts.tolist(), runs.tolist(), strict=True):
-                at.append(piece.bias + offset + start)
-                found.append(now[start : start + run])
-    return Fresh(piece.pid, at, found)
 
 
 def _unreserved(smaps: str) -> list[Area]:

@@ -16,7 +16,7 @@ from aenv.vmm.protocol import MachineShape, NetworkAttachment
 
 DISK = "dev/disk"  # it may be a block device, which a jail has below /dev only
 KERNEL, INITRAMFS, MEMORY, STATE = "kernel", "initramfs", "memory", "state"
-SAVE = "save"  # where device state is written, before it gets its name
+SAVE = "save"  # a named pipe for device state
 NOWHERE = "nowhere/memory"  # in a folder that does not exist
 ROOT_DRIVE, NETWORK_CARD = "root", "eth0"
 DEVICE_MODEL = "virtio-mmio: block, net, rng, balloon"
@@ -154,6 +154,11 @@ def limits(options: FirecrackerOptions) -> list[Request]:
 def reopen_drive() -> Request:
     """Open the disk anew and tell the guest of its size."""
     return Request("PATCH", f"/drives/{ROOT_DRIVE}", {"drive_id": ROOT_DRIVE, "path_on_host": DISK})
+
+
+def save_state() -> Request:
+    """Write device state to the pipe. It is refused then, since a pipe cannot be synced, and no memory is written."""
+    return save(SAVE, NOWHERE)
 
 
 def save(state: str, memory: str, kind: str = "Full") -> Request:

@@ -1,12 +1,11 @@
 """One Firecracker process and its guest. How it works, and what was measured: ``docs/internals/firecracker.md``."""
 
 import asyncio
-import os
 import shutil
 import signal
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
-from aenv.errors import CapacityError, VmmError
+from aenv.errors import VmmError
 from aenv.storage.lsmt import disk_errors
 from aenv.vmm import hot, process, reclaim
 from aenv.vmm import memory as ram
@@ -22,15 +21,15 @@ from aenv.vmm.disk.protocol import DiskExport, DiskExporter
 from aenv.vmm.firecracker import guest_memory, requests
 from aenv.vmm.firecracker.api import FirecrackerApi, FirecrackerApiError
 from aenv.vmm.firecracker.cell import ERRORS, LOG, Cell
+from aenv.vmm.firecracker.gate import OpenGate, StatePipe
 from aenv.vmm.firecracker.options import FirecrackerOptions
 from aenv.vmm.firecracker.record import Record
 from aenv.vmm.protocol import CaptureStats, MachineShape, MemoryImage, NetworkAttachment
 
 T = TypeVar("T")
 STATE_TIMEOUT = 60.0  # seconds for saving or loading device state; some ms on an idle host
-# Firecracker writes device state before it opens the file for memory (``create_snapshot``), so this fault means that
-# the state is whole.
-STATE_ONLY = "open on the memory backing file"
+# The fault when device state was written whole, to a pipe, which cannot be synced (``snapshot_state_to_file``).
+STATE_WRITTEN = "sync_all on the snapshot backing file"
 NO_DATA = (np.zeros(0, np.uint64), np.zeros(0, np.uint64))  # of a booted VM's base, which is nothing
 
 
@@ -113,15 +112,12 @@ class FirecrackerVm:
         """See ``Vm``. After an error the process is of no further use: kill it."""
         files = {requests.MEMORY: memory.base, requests.STATE: state}
         await asyncio.gather(self._plug_in(disk), self._blocking(self._cell.provide, files))
-        await self._api.send(requests.load(self.network), STATE_TIMEOUT)
-        # Nothing of the guest has run, and loading has read nothing of its memory.
-        limited = asyncio.create_task(self._api.send_all(requests.limits(self._options)))
-        try:
+        if memory.delta is None:
+            await self._api.send(requests.load(self.network), STATE_TIMEOUT)
             await self._blocking(self._fill, memory)
-        finally:
-            await asyncio.gather(limited, return_exceptions=True)
-        await limited
-        await self._api.send(requests.run(True))
+        else:
+            await self._load_held(memory)
+        await self._api.send_all([*requests.limits(self._options), requests.run(True)])
         await self._blocking(self._cell.withdraw, list(files))
 
     async def stop(self) -> None:
@@ -135,11 +131,22 @@ class FirecrackerVm:
 
     async def capture(self, state: Path, delta: Path) -> CaptureStats:
         began = self._stopped_at if self._stopped_at is not None else time.monotonic()
-        # State first: devices finish what they are at, which may be in guest memory.
-        await self._save_state()
-        captured, used = await self._blocking(self._capture, delta)
-        state_bytes = await self._blocking(self._keep_state, state)
-        return CaptureStats(captured.data, captured.zero, state_bytes, time.monotonic() - began, used)
+        pipe = await self._blocking(StatePipe, self._directory / requests.SAVE)
+        saving = asyncio.create_task(self._api.send(requests.save_state(), STATE_TIMEOUT))
+        try:
+            await _first(pipe.started(), saving)
+            # Firecracker has taken the state, and waits until it is read: memory is of the same moment.
+            try:
+                captured, used = await self._blocking(self._capture, delta)
+            finally:
+                content = await self._blocking(pipe.read)
+            await self._saved(saving)
+            await self._blocking(_write, state, content)
+        finally:
+            pipe.close()
+            saving.cancel()
+            await asyncio.gather(saving, return_exceptions=True)
+        return CaptureStats(captured.data, captured.zero, len(content), time.monotonic() - began, used)
 
     async def disk(self) -> Path:
         return await self._disk().disk()
@@ -209,9 +216,7 @@ class FirecrackerVm:
     def _fill(self, image: MemoryImage) -> None:
         pieces = guest_memory.find_mapped(self.pid, image.base, self._record.memory_mib << 20)
         if image.delta is not None:
-            fresh = guest_memory.fresh(pieces, image.base)
             ram.inject_pieces(pieces, image.delta)
-            fresh.write()
         self._note(pieces, image.base)
 
     def _note(self, pieces: list[ram.Mapping], base: Path | None) -> None:
@@ -224,29 +229,28 @@ class FirecrackerVm:
             raise VmmError(f"VM {self._id} has no memory yet.")
         return self._record.mappings
 
-    async def _save_state(self) -> None:
-        save = self._directory / requests.SAVE
-        await self._blocking(os.truncate, save, 0)
+    async def _load_held(self, memory: MemoryImage) -> None:
+        """Load, and put the delta into memory before there is a device that uses it."""
+        gate = await self._blocking(lambda: OpenGate(self._cell.outside(requests.DISK, self.pid)))
+        loading = asyncio.create_task(self._api.send(requests.load(self.network), STATE_TIMEOUT))
         try:
-            await self._api.send(requests.save(requests.SAVE, requests.NOWHERE), STATE_TIMEOUT)
-        except FirecrackerApiError as error:
-            written = await self._blocking(lambda: save.stat().st_size)
-            if STATE_ONLY in error.fault and written:
-                return
-            if await self._blocking(_is_full, self._directory):
-                raise CapacityError(f"No room left to write {save}.", "Free disk space.") from error
-            raise
-        raise VmmError("Firecracker wrote memory to a file that cannot exist.", "Use a supported release.")
-
-    def _keep_state(self, state: Path) -> int:
-        temporary = state.with_name(f".{state.name}.{uuid.uuid4().hex[:8]}")
-        try:
-            with disk_errors(state):
-                shutil.copyfile(self._directory / requests.SAVE, temporary)
-                temporary.replace(state)
+            await _first(gate.reached_by(self.pid), loading)
+            await self._blocking(self._fill, memory)
+            gate.close()
+            await loading
         finally:
-            temporary.unlink(missing_ok=True)
-        return state.stat().st_size
+            gate.close()
+            loading.cancel()
+            await asyncio.gather(loading, return_exceptions=True)
+
+    async def _saved(self, saving: asyncio.Task[Any]) -> None:
+        try:
+            await saving
+        except FirecrackerApiError as error:
+            if STATE_WRITTEN in error.fault:
+                return
+            raise
+        raise VmmError("Firecracker synced a pipe.", "Use a supported release.")
 
     def _capture(self, delta: Path) -> tuple[ram.Captured, str]:
         pieces = self._pieces()
@@ -266,9 +270,27 @@ class FirecrackerVm:
         return asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
 
 
-def _is_full(directory: Path) -> bool:
-    stat = os.statvfs(directory)
-    return stat.f_bavail * stat.f_frsize < 1 << 20 or stat.f_favail < 16
+async def _first(event: Coroutine[Any, Any, None], request: asyncio.Task[Any]) -> None:
+    """Wait for ``event`` while ``request`` is on its way. Raises what the request raises, should it end before."""
+    waiting = asyncio.create_task(event)
+    try:
+        await asyncio.wait({waiting, request}, return_when=asyncio.FIRST_COMPLETED)
+        if not waiting.done():
+            request.result()
+            raise VmmError("Firecracker did not do what its release does.", "Use a supported release.")
+    finally:
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+
+
+def _write(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        with disk_errors(path):
+            temporary.write_bytes(content)
+            temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _tail(path: Path) -> str:

@@ -22,7 +22,7 @@ from aenv.vmm.disk.protocol import DiskExporter
 from aenv.vmm.firecracker import requests
 from aenv.vmm.firecracker.api import FirecrackerApi
 from aenv.vmm.firecracker.binary import FirecrackerBinary
-from aenv.vmm.firecracker.cell import LOBBY, LOG, SOCKET, Cell
+from aenv.vmm.firecracker.cell import LOG, SOCKET, Cell
 from aenv.vmm.firecracker.options import FirecrackerOptions
 from aenv.vmm.firecracker.record import Record
 from aenv.vmm.firecracker.vm import FirecrackerVm
@@ -194,11 +194,10 @@ class FirecrackerVmm:
                 raise VmmError(f"VM {vm_id} exists already.") from error
             stack.callback(shutil.rmtree, directory, True)
             console.parent.mkdir(parents=True, exist_ok=True)
-            (directory / LOBBY).mkdir(0o700)
-            (directory / requests.SAVE).touch()
             limits = self._jailer.limits(shape.vcpus, (shape.memory_mib << 20) + OVERHEAD)
             cell = Cell(self._jailer.prepare(vm_id, directory, limits), directory)
             stack.callback(cell.close)
+            cell.prepare()
             argv = command(self._binary, vm_id, cell.lobby_path(SOCKET), cell.lobby_path(LOG))
             pid = cell.launch(argv, network.netns, network.tap, console)
             stack.pop_all()
