@@ -1,6 +1,7 @@
 """``python -m lab``: runs tests in the lab, opens shells in it, keeps labs in the background.
 
 test [PYTEST ARGUMENTS]      a fresh lab runs tests (tests/lab unless paths are given) and ends
+bench [ARGUMENTS]            a fresh lab measures (bench/lab.py) and ends
 shell [COMMAND]              a fresh lab runs a shell, or one command, and ends
 prepare                      make the disks and nothing else
 
@@ -64,16 +65,28 @@ def fresh(settings: LabSettings, *, prepared: bool) -> Iterator[LabMachine]:
         machine.stop()
 
 
+def chosen(root: Path, arguments: list[str]) -> list[str]:
+    """pytest's arguments, with the lab's own tests where they name no file or folder of the checkout."""
+    named = [argument.split("::")[0] for argument in arguments if not argument.startswith("-")]
+    return arguments if any((root / name).exists() for name in named) else ["tests/lab", *arguments]
+
+
 def test(settings: LabSettings, arguments: list[str]) -> int:
-    if not any((ROOT / argument.split("::")[0]).exists() for argument in arguments if not argument.startswith("-")):
-        arguments = ["tests/lab", *arguments]
     command = (
-        f"mkdir -p {LOGS} && cd {CHECKOUT} && exec .venv/bin/python -m pytest --timeout={TEST_TIMEOUT} "
-        f"--basetemp={LOGS}/pytest --junitxml={LOGS}/junit.xml {shlex.join(arguments)}"
+        f".venv/bin/python -m pytest --timeout={TEST_TIMEOUT} --basetemp={LOGS}/pytest "
+        f"--junitxml={LOGS}/junit.xml {shlex.join(chosen(ROOT, arguments))}"
     )
+    return _with_results(settings, command)
+
+
+def bench(settings: LabSettings, arguments: list[str]) -> int:
+    return _with_results(settings, f".venv/bin/python -m bench.lab --json {LOGS}/bench.json {shlex.join(arguments)}")
+
+
+def _with_results(settings: LabSettings, command: str) -> int:
     with fresh(settings, prepared=True) as machine:
         try:
-            return machine.channel.call(command, environment(settings))
+            return machine.channel.call(f"mkdir -p {LOGS} && cd {CHECKOUT} && exec {command}", environment(settings))
         finally:
             _bring_results(settings, machine)
 
@@ -82,7 +95,7 @@ def _bring_results(settings: LabSettings, machine: LabMachine) -> None:
     """Report, logs of servers and machines, kernel log and console, over those of the last run."""
     results = settings.results
     # Only what a former run put there.
-    for name in ("junit.xml", "dmesg.log", "console.log", "pytest", "bench"):
+    for name in ("junit.xml", "dmesg.log", "console.log", "bench.json", "pytest"):
         path = results / name
         if path.is_dir():
             shutil.rmtree(path)
@@ -162,6 +175,7 @@ def listed(settings: LabSettings, arguments: list[str]) -> int:
 Verb = Callable[[LabSettings, list[str]], int]
 VERBS: dict[str, tuple[Verb, int, int]] = {  # and how many arguments it takes
     "test": (test, 0, 1000),
+    "bench": (bench, 0, 1000),
     "shell": (shell, 0, 1000),
     "prepare": (prepare, 0, 0),
     "start": (start, 1, 1),

@@ -86,7 +86,7 @@ def _codename() -> str:
     return codename
 
 
-def _backports(sources: list[Source], codename: str) -> list[Source]:
+def backports(sources: list[Source], codename: str) -> list[Source]:
     wanted = f"{codename}-backports"
     return [Source(s.uris, (wanted,), s.components, s.signed_by) for s in sources if wanted in s.suites]
 
@@ -100,7 +100,7 @@ async def ensure_system(settings: LabSettings, progress: Progress) -> SystemDisk
         raise GuestArtifactError(
             f"apt has no source of {codename}.", hint="The lab is made from the machine's own sources: see /etc/apt."
         )
-    everything = own + (_backports(read_sources(), codename) if codename == "bookworm" else [])
+    everything = own + (backports(read_sources(), codename) if codename == "bookworm" else [])
     clean = [without_credentials(source) for source in own]
     cache = settings.cache
     with locked(cache):

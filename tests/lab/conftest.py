@@ -1,4 +1,4 @@
-"""A real node on the lab's KVM, one for each hypervisor. Outside the lab (``make lab``) these tests are skipped."""
+"""A real node on the lab's KVM, one for each hypervisor. Tests that use it are skipped outside the lab."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if os.environ.get("AENV_LAB"):
         return
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        if Path(__file__).parent in item.path.parents and "node" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.skip(reason="runs in the lab: make lab"))
 
 
@@ -76,7 +76,7 @@ def node(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         made.end()
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def e2b_environment(node: LabNode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("E2B_API_URL", node.url)
     monkeypatch.setenv("E2B_SANDBOX_URL", node.url)

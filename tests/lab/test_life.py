@@ -14,7 +14,7 @@ from e2b import CommandExitException, NotFoundException, Sandbox
 from tests.lab.conftest import LIFE, PATIENCE, WARM, Create, LabNode
 from tests.node.process import wait_for
 
-pytestmark = pytest.mark.timeout(3600)
+pytestmark = [pytest.mark.timeout(3600), pytest.mark.usefixtures("e2b_environment")]
 
 KVM_STATISTICS = Path("/sys/kernel/debug/kvm")
 COUNT = "n=0; while true; do n=$((n+1)); echo $n > /dev/shm/n; sleep 0.2; done"
