@@ -129,7 +129,10 @@ class Children:
         return vm
 
     async def restore(self, name: str, frozen: Frozen, shape: MachineShape = SHAPE) -> FirecrackerVm:
-        vm = await self.spawn(name, shape)
+        return await self.fill(await self.spawn(name, shape), name, frozen)
+
+    async def fill(self, vm: FirecrackerVm, name: str, frozen: Frozen) -> FirecrackerVm:
+        """Restore a process that was spawned before."""
         overlay = self._directory / f"{name}.qcow2"
         qcow2.create_overlay(overlay, frozen.disk)
         await vm.restore(frozen.memory, frozen.state, overlay)

@@ -1,9 +1,12 @@
 """The hypervisor boundary against real Firecracker VMs (``conftest.py`` says when they are skipped)."""
 
 import asyncio
+import contextlib
 import os
 import signal
-from collections.abc import Awaitable, Callable
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +14,11 @@ import pytest
 
 from aenv.errors import VmmError
 from aenv.storage import lsmt, qcow2
+from aenv.vmm import process
 from aenv.vmm.firecracker.options import FirecrackerOptions, RateLimit
 from aenv.vmm.firecracker.vm import FirecrackerVm
 from aenv.vmm.firecracker.vmm import FirecrackerVmm
-from aenv.vmm.protocol import MachineShape, MemoryImage
+from aenv.vmm.protocol import MachineShape, MemoryImage, NetworkAttachment
 from tests.vmm.conftest import GuestFiles, Namespaces
 from tests.vmm.firecracker.conftest import Children, Frozen, make, say, snapshot
 
@@ -68,6 +72,26 @@ async def test_a_delta_restores_over_the_same_base(children: Children, frozen: F
     assert await say(grandchild, "reseeds") == "3"
     with pytest.raises(VmmError, match="already"):
         await grandchild.restore(frozen.memory, frozen.state, frozen.disk)
+
+
+async def test_packets_that_arrive_meanwhile_do_no_harm(children: Children, frozen: Frozen, tmp_path: Path) -> None:
+    """Firecracker puts them into memory also of a paused VM, and of one whose memory is not complete yet."""
+    vm = await children.restore("a", frozen)
+    image, state, disk = frozen.memory, frozen.state, tmp_path / "a.qcow2"
+    for number in range(3):
+        filled = await say(vm, f"fill 2 {number}")
+        await vm.stop()
+        with packets(vm.network):
+            await vm.capture(tmp_path / f"state{number}", tmp_path / f"delta{number}")
+        await vm.rebase_disk(tmp_path / f"later{number}.qcow2")
+        await vm.kill()
+        image, state = MemoryImage(frozen.memory.base, tmp_path / f"delta{number}"), tmp_path / f"state{number}"
+        again = replace(frozen, memory=image, state=state, disk=disk)
+        vm = await children.spawn(f"b{number}")
+        with packets(vm.network):
+            vm = await children.fill(vm, f"b{number}", again)
+        disk = tmp_path / f"b{number}.qcow2"
+        assert await say(vm, "sum") == filled
 
 
 async def test_memory_that_the_guest_freed_is_taken_back_and_stays_out_of_captures(
@@ -199,6 +223,30 @@ async def test_limits_are_those_of_the_node(
         await slow.close()
         await fast.close()
         limited.close()
+
+
+@contextlib.contextmanager
+def packets(network: NetworkAttachment) -> Iterator[None]:
+    """Broadcasts to the guest, as fast as they go, from before the body until after it."""
+    ended, began = threading.Event(), threading.Event()
+
+    def send() -> None:
+        process.enter_network(network.netns)
+        with socket.socket(socket.AF_PACKET, socket.SOCK_RAW) as wire:
+            wire.bind((network.tap, 0))
+            while not ended.is_set():
+                with contextlib.suppress(OSError):  # nobody has opened the tap yet, or its queue is full
+                    wire.send(b"\xff" * 6 + b"\x02" * 6 + b"\x88\xb5" + bytes(100))
+                began.set()
+
+    thread = threading.Thread(target=process.apart, args=(send,))
+    thread.start()
+    try:
+        began.wait()
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def resident(pid: int) -> int:
