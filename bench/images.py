@@ -2,18 +2,18 @@
 cold start of an overlaybd-native image, by bytes: ``python -m bench.images``.
 
 The registry is Debian's docker-registry on this machine, the image is made of this machine's programs. Rounds
-alternate.
+alternate, and the best of each counts: the machine may have other work.
 """
 
 import asyncio
 import json
 import shutil
-import statistics
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 from tests.image import overlaybd, registries
@@ -24,13 +24,15 @@ from tests.node.process import NodeProcess
 
 from aenv.config import RegistrySettings, Settings
 from aenv.image.rootfs import pull_image
+from aenv.image.unpacker import Unpackers
+from aenv.orchestrator.ondemand import SPARE
 from bench.cold_start import stats
 from bench.report import Report, Row, console
 
 MIB = 1 << 20
 ROUNDS = 3
 SIZE = 4096  # MiB of the disk
-FOLDERS = ("usr/sbin", "usr/lib/python3.11", "usr/share/perl")
+FOLDERS = ("usr/bin", "usr/sbin", "usr/lib/python3.11", "usr/share/perl", "usr/share/doc")  # some 500 MB
 NATIVE_SIZE, UNREAD = 512, 192  # MiB: of the disk, and of a file in it that nobody reads
 CIDR = "10.238.0.0/16"
 
@@ -41,10 +43,10 @@ def _base(work: Path) -> bytes:
     return (work / "base.tar").read_bytes()
 
 
-def _pull(name: str, settings: Settings) -> float:
+def _pull(name: str, settings: Settings, run: Callable[[Any], Any], processes: Unpackers) -> float:
     """Seconds."""
     begin = time.perf_counter()
-    asyncio.run(pull_image(name, settings.home, size_mib=SIZE, settings=settings))
+    run(pull_image(name, settings.home, size_mib=SIZE, settings=settings, processes=processes))
     return time.perf_counter() - begin
 
 
@@ -65,17 +67,19 @@ def _timed(work: Path, registry: Registry, report: Report) -> None:
     for number in (1, 2):
         top = archive([folder("app"), member("app/f", str(number).encode() * 100_000)])
         push(registry.base, "bench/app", str(number), [Image([base, top], compression=("gzip",))])
-    first, second, by_hand, again = [], [], [], []
+    first, second, by_hand, again = (list[float]() for _ in range(4))
     for number in range(ROUNDS):
         home = work / f"home{number}"
         settings = Settings(home=home, registries={registry.host: RegistrySettings(plain_http=True)}, reserve_disk=0)  # type: ignore[call-arg]
-        first.append(_pull(f"{registry.host}/bench/app:1", settings))
-        second.append(_pull(f"{registry.host}/bench/app:2", settings))
-        again.append(_pull(f"{registry.host}/bench/app:1", settings))
+        with asyncio.Runner() as runner:
+            processes = Unpackers(SPARE)  # as a node has them
+            for tag, times in (("1", first), ("2", second), ("1", again)):
+                times.append(_pull(f"{registry.host}/bench/app:{tag}", settings, runner.run, processes))
+            runner.run(processes.close())
         by_hand.append(_by_hand(f"{registry.host}/bench/app:1", work))
         shutil.rmtree(home)
-    ours, raw, other, same = (statistics.median(values) for values in (first, by_hand, second, again))
-    note = f"{len(base) / 1e6:.0f} MB plain; ours also makes the file system"
+    ours, raw, other, same = (min(values) for values in (first, by_hand, second, again))
+    note = f"{len(base) / 1e6:.0f} MB plain; ours also makes the file system and compresses it; target 1.2"
     report.add(Row("image: pull and convert", ours, raw, "s", note))
     note = "by hand: the first pull; target 0.05"
     report.add(Row("image: another one on the same base", other, ours, "s", note))

@@ -78,7 +78,7 @@ class Conversion:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._stack.aclose()
+        self._processes.later(self._stack.aclose())
         self._hold.close()
 
     async def _begin(self) -> None:

@@ -99,7 +99,8 @@ async def pull_image(
     # What users pull may be private to them.
     (home / "images").mkdir(mode=0o700, parents=True, exist_ok=True)
     sizes = (size_mib, larger_mib) if larger_mib > size_mib else (size_mib,)
-    maker = _Maker(home, sizes, settings, progress, processes or Unpackers())
+    own = Unpackers()
+    maker = _Maker(home, sizes, settings, progress, processes or own)
     try:
         scheme, _, rest = reference.partition(":")
         if scheme in LOCAL_SCHEMES and not allow_local and "/" in rest:
@@ -112,6 +113,7 @@ async def pull_image(
         return await _from_registry(parse(reference), maker, credentials)
     finally:
         await asyncio.shield(asyncio.to_thread(collect, home, settings.image_cache * MIB))
+        await asyncio.shield(own.close())
 
 
 Work = Callable[[Conversion, int], Awaitable[tuple[ImageConfig, Hold]]]

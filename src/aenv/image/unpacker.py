@@ -9,11 +9,12 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from aenv.background import Background
 from aenv.image.answers import raise_error
 from aenv.image.errors import ImageError
 
@@ -23,12 +24,13 @@ _GRACE_S = 10.0  # from being told to end to being killed: it unmounts in order,
 
 
 class Unpackers:
-    """Starts the processes. With ``keep`` one is ready after each that was used, for as many seconds: what takes them
-    longest is to load their libraries.
+    """Starts and ends the processes. With ``keep`` one is ready after each that was used, for as many seconds: what
+    takes them longest is to load their libraries.
     """
 
     def __init__(self, keep: float = 0.0) -> None:
         self._keep = keep
+        self._background = Background()
         self._spare: asyncio.subprocess.Process | None = None
         self._ending: asyncio.Task[None] | None = None
 
@@ -47,9 +49,20 @@ class Unpackers:
     async def _end_later(self, process: asyncio.subprocess.Process) -> None:
         await asyncio.sleep(self._keep)
         if self._spare is process:
-            await self.close()
+            await self._end_spare()
+
+    def later(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do something that a caller need not wait for: to end a process and remove its folder."""
+        self._background.spawn(work)
 
     async def close(self) -> None:
+        """What is left to be done, and the process that nobody used."""
+        await self._background.settle()
+        if self._ending is not None:
+            self._ending.cancel()
+        await self._end_spare()
+
+    async def _end_spare(self) -> None:
         spare, self._spare = self._spare, None
         if spare is not None:
             await _end(spare)

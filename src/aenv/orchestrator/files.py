@@ -122,7 +122,10 @@ class SnapshotFiles:
                 paths.append(self._layout.memory(snapshot.memory_base))
         if snapshot.delta_bytes:
             paths.append(self._layout.delta(snapshot.id))
-        folders = dict.fromkeys([folder, *(path.parent for path in paths), folder.parent])
+        # Layers of images were synced when they were made, their second names not.
+        images = [self._layout.image_volume(layer.id) for layer in layers if is_volume(layer.id)]
+        names = [path for image in images for path in (image, image.parent)]
+        folders = dict.fromkeys([folder, *(path.parent for path in paths), folder.parent, *names])
         await asyncio.to_thread(sync_all, [*paths, *folders])
 
     def forget_sandbox(self, sandbox_id: str) -> None:

@@ -60,7 +60,7 @@ class ImageVolumes:
         self._server = server
         self._home = home
         self._native = home / "images" / "native"
-        self._converted = home / "images" / "volumes"
+        self._converted = home / "images" / "volumes"  # see Layout.image_volume
         self._cache = LayerStore(home)
         self._settings = settings
         self._processes = Unpackers(SPARE)

@@ -71,6 +71,10 @@ class Layout:
     def volume(self, volume_id: str) -> Path:
         return self.runtime / "layers" / volume_id
 
+    def image_volume(self, volume_id: str) -> Path:
+        """Names of the layers of a converted image's disk (``aenv.orchestrator.ondemand``)."""
+        return self.home / "images" / "volumes" / volume_id
+
     def layer(self, layer: DiskLayer) -> Path:
         if is_volume(layer.id):
             return self.volume(layer.id)
