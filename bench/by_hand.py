@@ -34,7 +34,7 @@ class RawSnapshot:
 
 
 class RawVm:
-    """One QEMU process that waits for a snapshot."""
+    """One QEMU process that waits, for a snapshot or to boot a kernel."""
 
     def __init__(
         self,
@@ -43,6 +43,7 @@ class RawVm:
         name: str,
         shape: MachineShape,
         network: NetworkAttachment,
+        boot: qemu_command.BootSource | None = None,
     ) -> None:
         self.folder = folder
         self.shape = shape
@@ -53,7 +54,7 @@ class RawVm:
         listener.listen(1)
         listener.setblocking(False)
         argv = qemu_command.command(
-            platform, name, shape, network, folder / f"{name}.console", listener.fileno(), None
+            platform, name, shape, network, folder / f"{name}.console", listener.fileno(), boot
         )
         self.process = subprocess.Popen(
             ["nsenter", f"--net=/run/netns/{network.netns}", *argv],
@@ -94,15 +95,25 @@ class RawVm:
         subprocess.run(
             ["qemu-img", "create", "-q", "-f", "qcow2", "-b", snapshot.disk, "-F", "qcow2", overlay], check=True
         )
-        self.ask("blockdev-add", qemu_command.disk_node(overlay, qemu_command.ROOT_NODE, "qcow2"))
-        self.ask("object-add", qemu_command.memory_backend(snapshot.memory, self.shape.memory_mib))
-        self.ask("qom-set", {"path": "/machine", "property": "memory-backend", "value": qemu_command.MEMORY_ID})
-        self.ask("x-exit-preconfig")
+        self._make_machine(overlay, snapshot.memory)
         self.tell("migrate-incoming", {"uri": f"file:{snapshot.state}"})
         while (status := self._next().get("data", {}).get("status")) != "completed":
             assert status != "failed", f"{snapshot.state} does not load"
         self.tell("cont")
-        self.memory = snapshot.memory
+
+    def boot(self, disk: Path, memory: Path) -> None:
+        """Let it boot on ``disk``, with ``memory`` as its memory, which is made as an empty file."""
+        with memory.open("wb") as file:
+            file.truncate(self.shape.memory_mib << 20)
+        self._make_machine(disk, memory)
+        self.tell("cont")
+
+    def _make_machine(self, disk: Path, memory: Path) -> None:
+        self.ask("blockdev-add", qemu_command.disk_node(disk, qemu_command.ROOT_NODE, "qcow2"))
+        self.ask("object-add", qemu_command.memory_backend(memory, self.shape.memory_mib))
+        self.ask("qom-set", {"path": "/machine", "property": "memory-backend", "value": qemu_command.MEMORY_ID})
+        self.ask("x-exit-preconfig")
+        self.memory = memory
 
     def capture(self, state: Path, delta: Path) -> int:
         """Stop, save devices, write the private pages; how many bytes that were."""

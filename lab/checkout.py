@@ -3,11 +3,11 @@
 import subprocess
 from pathlib import Path
 
-from lab.settings import ENVD
+from lab.settings import BUILT
 
 
 def listing(root: Path) -> list[str]:
-    """Files of the checkout that exist: tracked, new and not ignored, the guest daemon, and compiled modules.
+    """Files of the checkout that exist: tracked, new and not ignored, built programs, and compiled modules.
 
     The compiled ones (``__pycache__``) are good in the lab because files keep their times and the Pythons are of one
     version; without them the first import of the server takes half a minute there.
@@ -19,5 +19,5 @@ def listing(root: Path) -> list[str]:
     names = dict.fromkeys(name for name in output.split("\0") if name)
     compiled = (path for top in ("src", "tests", "bench", "lab") for path in (root / top).rglob("__pycache__/*.pyc"))
     names |= dict.fromkeys(str(path.relative_to(root)) for path in compiled)
-    names[str(ENVD)] = None
+    names |= dict.fromkeys(map(str, BUILT))
     return [name for name in names if (root / name).is_file() or (root / name).is_symlink()]

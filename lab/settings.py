@@ -18,6 +18,9 @@ FIRECRACKER = Path("/opt/firecracker")
 
 ENVD = Path("envd/target/x86_64-unknown-linux-gnu/release/envd")
 
+BUILT = (ENVD, Path("blockd/target/x86_64-unknown-linux-gnu/release/aenv-blockd"))
+"""What a checkout has built; the lab builds nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class LabSettings:
