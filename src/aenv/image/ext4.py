@@ -37,5 +37,5 @@ def _run(*argv: str) -> None:
     if done.returncode:
         raise ImageError(
             f"An empty file system cannot be made: {(done.stderr or done.stdout).strip()[-300:]}",
-            "See `aenv doctor`.",
+            "Its version may be too old: 1.47 is known to work.",
         )
