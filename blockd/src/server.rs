@@ -129,7 +129,9 @@ impl Daemon {
             state.write()?;
         }
         attach(&self.queue, info.device, info.depth, info.max_io)?;
-        self.control.start(info.device)
+        self.control.start(info.device)?;
+        device::tune(info.device);
+        Ok(())
     }
 
     fn devices(&self) -> Vec<u32> {
