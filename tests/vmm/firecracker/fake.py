@@ -10,9 +10,11 @@ import ctypes
 import json
 import mmap
 import os
+import selectors
 import socket
 import sys
 from pathlib import Path
+from typing import BinaryIO
 
 COMMAND_LINE, LATER_AT, LATER = 0x20000, 0x30000, b"a packet that came later"
 MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000  # mmap(2)
@@ -130,36 +132,45 @@ def main() -> None:
     listener.listen(4)
     print("serial console", flush=True)
     fake = Fake()
+    links = selectors.DefaultSelector()
+    links.register(listener, selectors.EVENT_READ)
     while True:
-        link, _ = listener.accept()
-        serve(link, fake)
+        for key, _ in links.select():
+            if key.fileobj is listener:
+                link, _ = listener.accept()
+                links.register(link, selectors.EVENT_READ, link.makefile("rb"))
+            elif not answered(key.fileobj, key.data, fake):  # type: ignore[arg-type]
+                links.unregister(key.fileobj)
 
 
-def serve(link: socket.socket, fake: Fake) -> None:
-    with link, link.makefile("rb") as stream:
-        while line := stream.readline():
-            method, path, _ = line.decode().split()
-            length = 0
-            while (header := stream.readline().decode().strip()) != "":
-                name, _, value = header.partition(":")
-                length = int(value) if name.lower() == "content-length" else length
-            body = json.loads(stream.read(length)) if length else {}
-            note({"method": method, "path": path, "body": body})
-            if Path("hangs").exists():
-                continue
-            try:
-                answer, status = fake.handle(method, path, body), 200
-            except RefusedError as error:
-                answer, status = {"fault_message": str(error)}, 400
-            except OSError as error:
-                answer, status = {"fault_message": repr(error)}, 400
-            content = b"" if answer is None else json.dumps(answer).encode()
-            head = f"HTTP/1.1 {status} Word\r\nContent-Length: {len(content)}\r\n\r\n"
-            try:
-                link.sendall(head.encode() + content)
-            except OSError:
-                return
-            fake.work_on()
+def answered(link: socket.socket, stream: BinaryIO, fake: Fake) -> bool:
+    """Read a request and answer it; False when the connection has ended."""
+    line = stream.readline()
+    if not line:
+        return False
+    method, path, _ = line.decode().split()
+    length = 0
+    while (header := stream.readline().decode().strip()) != "":
+        name, _, value = header.partition(":")
+        length = int(value) if name.lower() == "content-length" else length
+    body = json.loads(stream.read(length)) if length else {}
+    note({"method": method, "path": path, "body": body})
+    if Path("hangs").exists():
+        return True
+    try:
+        answer, status = fake.handle(method, path, body), 200
+    except RefusedError as error:
+        answer, status = {"fault_message": str(error)}, 400
+    except OSError as error:
+        answer, status = {"fault_message": repr(error)}, 400
+    content = b"" if answer is None else json.dumps(answer).encode()
+    head = f"HTTP/1.1 {status} Word\r\nContent-Length: {len(content)}\r\n\r\n"
+    try:
+        link.sendall(head.encode() + content)
+    except OSError:
+        return False
+    fake.work_on()
+    return True
 
 
 if __name__ == "__main__":

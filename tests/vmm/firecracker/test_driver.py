@@ -395,7 +395,7 @@ async def test_a_boot_without_its_kernel_leaves_nothing(
     vmm: FirecrackerVmm, disk: Path, tmp_path: Path, exporter: FakeExporter
 ) -> None:
     (tmp_path / "kernel").unlink()
-    with pytest.raises(FirecrackerApiError, match="/actions .*No such file"):
+    with pytest.raises(FirecrackerApiError, match=r"/actions .*No such file"):
         await vmm.boot("a", SHAPE, NETWORK, disk, {})
     assert not vmm.known() and not exporter.present
 
