@@ -50,12 +50,22 @@ class Record:
     @classmethod
     def read(cls, directory: Path, kind: str) -> "Record | None":
         """None when there is none of that kind."""
-        try:
-            found: dict[str, Any] = json.loads((directory / RECORD).read_text())
-            record = cls(str(found["kind"]), int(found["pid"]), int(found["start"]))
-            return record if record.kind == kind else None
-        except (OSError, ValueError, TypeError, KeyError):
-            return None
+        found = _record(directory)
+        return cls(kind, found["pid"], found["start"]) if found and found["kind"] == kind else None
+
+
+def kind_of(directory: Path) -> str | None:
+    """What exported the disk of that directory; None when nothing is noted."""
+    found = _record(directory)
+    return str(found["kind"]) if found else None
+
+
+def _record(directory: Path) -> dict[str, Any] | None:
+    try:
+        found: dict[str, Any] = json.loads((directory / RECORD).read_text())
+        return {"kind": str(found["kind"]), "pid": int(found["pid"]), "start": int(found["start"])}
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 def start(directory: Path, argv: Callable[[int], list[str]]) -> int:
