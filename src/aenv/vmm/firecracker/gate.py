@@ -1,0 +1,120 @@
+"""Holding Firecracker at two points inside a request, where it does nothing else and guest memory stays as it is.
+
+Pausing the virtual CPUs is not enough: devices go on. A packet that arrives is put into guest memory, also of a
+paused VM, and also right after a snapshot was loaded. Device state and memory of different moments make a guest whose
+network is dead ("id 0 is not a head"). Firecracker runs devices and requests in one thread, so a request that waits
+stops both.
+
+Saving waits in ``write``: state goes into a pipe that is smaller than it is (``StatePipe``). Loading waits in
+``open`` of the disk, which comes after memory was mapped and before the devices that use it (``OpenGate``).
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import fcntl
+import os
+import struct
+from pathlib import Path
+
+from aenv.errors import VmmError
+
+# linux/fanotify.h
+FAN_CLOEXEC, FAN_NONBLOCK, FAN_CLASS_CONTENT = 1, 2, 4
+FAN_MARK_ADD, FAN_OPEN_PERM, FAN_ALLOW, AT_FDCWD = 1, 0x10000, 1, -100
+EVENT = struct.Struct("=IBBHQii")  # event_len, vers, reserved, metadata_len, mask, fd, pid
+READ = 64 << 10  # bytes at once
+LARGEST_STATE = 10_000_000  # bytes that Firecracker would load
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fanotify_mark.argtypes = [ctypes.c_int, ctypes.c_uint, ctypes.c_uint64, ctypes.c_int, ctypes.c_char_p]
+
+
+class OpenGate:
+    """Whoever opens a file waits: a permission event of fanotify(7).
+
+    It opens when it is closed, and when this server dies. Made and closed anywhere, used on the event loop.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises VmmError."""
+        flags = FAN_CLASS_CONTENT | FAN_CLOEXEC | FAN_NONBLOCK
+        self._fd: int = _libc.fanotify_init(flags, os.O_RDONLY | os.O_CLOEXEC | os.O_LARGEFILE)
+        if self._fd < 0 or _libc.fanotify_mark(self._fd, FAN_MARK_ADD, FAN_OPEN_PERM, AT_FDCWD, os.fsencode(path)):
+            code = ctypes.get_errno()
+            self.close()
+            raise VmmError(
+                f"{path} cannot be watched: {os.strerror(code)}.",
+                "Restoring needs CAP_SYS_ADMIN and a kernel with CONFIG_FANOTIFY_ACCESS_PERMISSIONS.",
+            )
+
+    async def reached_by(self, pid: int) -> None:
+        """Until that process waits at the gate; others pass."""
+        while True:
+            await _readable(self._fd)
+            found = False
+            with contextlib.suppress(BlockingIOError):
+                found = self._let_pass(os.read(self._fd, READ), pid)
+            if found:
+                return
+
+    def _let_pass(self, events: bytes, pid: int) -> bool:
+        """Answer the events of others; whether one is of ``pid``."""
+        found = False
+        while events:
+            length, _, _, _, _, file, opener = EVENT.unpack_from(events)
+            events = events[length:]
+            if file < 0:
+                continue
+            if opener == pid:
+                found = True
+            else:
+                os.write(self._fd, struct.pack("=iI", file, FAN_ALLOW))
+            os.close(file)
+        return found
+
+    def close(self) -> None:
+        """Let all pass; idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class StatePipe:
+    """A named pipe that Firecracker writes device state to: once it has ``started`` it waits until that is read."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError."""
+        self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._capacity = fcntl.fcntl(self._fd, fcntl.F_SETPIPE_SZ, 4096)
+
+    async def started(self) -> None:
+        """Until the first of it has come. On the event loop."""
+        await _readable(self._fd)
+
+    def read(self) -> bytes:
+        """All of it. Blocks: in a worker thread. Raises VmmError when the writer never had to wait."""
+        os.set_blocking(self._fd, True)
+        parts = []
+        while part := os.read(self._fd, READ):
+            parts.append(part)
+        state = b"".join(parts)
+        if not self._capacity < len(state) <= LARGEST_STATE:
+            raise VmmError(f"Firecracker's device state has {len(state)} bytes, for a pipe of {self._capacity}.")
+        return state
+
+    def close(self) -> None:
+        """Whoever waits to write gets an error; idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+async def _readable(fd: int) -> None:
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(fd, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(fd)
