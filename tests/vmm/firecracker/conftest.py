@@ -14,7 +14,7 @@ import pytest
 
 from aenv.errors import VmmError
 from aenv.storage import lsmt, qcow2
-from aenv.vmm.disk.fuse import FuseExporter
+from aenv.vmm.disk.choice import ExportKind, choose_exporter
 from aenv.vmm.firecracker.binary import FirecrackerBinary, find_firecracker
 from aenv.vmm.firecracker.options import FirecrackerOptions
 from aenv.vmm.firecracker.probe import probe
@@ -53,7 +53,7 @@ async def firecracker(request: pytest.FixtureRequest, guest_files: GuestFiles) -
     return binary
 
 
-def make(
+async def make(
     binary: FirecrackerBinary, guest_files: GuestFiles, directory: Path, options: FirecrackerOptions
 ) -> FirecrackerVmm:
     facts = fingerprint(binary, Accelerator.KVM, guest_files.kernel_sha256)
@@ -63,14 +63,15 @@ def make(
     mode = os.environ.get("AENV_TEST_JAIL", "on")
     jailer = Jailer(JailSettings(mode=mode, node="fctest"), home, runtime)  # type: ignore[arg-type]
     kernel, initramfs = guest_files.kernel, guest_files.initramfs
-    return FirecrackerVmm(home, runtime, binary, facts, kernel, initramfs, FuseExporter(), options, jailer)
+    exporter = await choose_exporter(ExportKind(os.environ.get("AENV_TEST_EXPORT", "auto")))
+    return FirecrackerVmm(home, runtime, binary, facts, kernel, initramfs, exporter, options, jailer)
 
 
 @pytest.fixture(scope="session")
 async def fc(
     firecracker: FirecrackerBinary, guest_files: GuestFiles, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[FirecrackerVmm]:
-    made = make(firecracker, guest_files, tmp_path_factory.mktemp("fc"), FirecrackerOptions())
+    made = await make(firecracker, guest_files, tmp_path_factory.mktemp("fc"), FirecrackerOptions())
     yield made
     for vm_id in made.known():
         if vm := await made.adopt(vm_id):

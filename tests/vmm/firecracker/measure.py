@@ -22,7 +22,7 @@ from typing import Any
 from aenv.guest.initramfs import guest_entries, write_cpio
 from aenv.guest.kernel import ensure_kernel
 from aenv.storage import lsmt, qcow2
-from aenv.vmm.disk.protocol import DiskExporter
+from aenv.vmm.disk.choice import ExportKind, choose_exporter
 from aenv.vmm.firecracker import requests
 from aenv.vmm.firecracker.binary import FirecrackerBinary, find_firecracker
 from aenv.vmm.firecracker.options import FirecrackerOptions
@@ -103,16 +103,6 @@ def hand(binary: str, network: NetworkAttachment, directory: Path) -> Iterator[H
         made.kill()
 
 
-def exporter() -> DiskExporter:
-    if os.environ.get("EXPORT", "fuse") == "ublk":
-        from aenv.vmm.disk.ublk import UblkExporter  # type: ignore[import-not-found,unused-ignore]
-
-        return UblkExporter(Path(os.environ["BLOCKD"]))  # type: ignore[no-any-return,unused-ignore]
-    from aenv.vmm.disk.fuse import FuseExporter
-
-    return FuseExporter()
-
-
 async def say(vm: FirecrackerVm | NetworkAttachment, command: str, timeout: float = 120) -> str:
     network = vm if isinstance(vm, NetworkAttachment) else vm.network
     return await asyncio.to_thread(ask_now, network, command, timeout)
@@ -184,8 +174,10 @@ async def main() -> None:
         runtime.mkdir()
         jailer = Jailer(JailSettings(mode=os.environ.get("JAIL", "auto"), node="fcbench"), home, runtime)  # type: ignore[arg-type]
         facts = fingerprint(binary, Accelerator.KVM, kernel.sha256)
+        exporter = await choose_exporter(ExportKind(os.environ.get("AENV_TEST_EXPORT", "auto")))
+        print(f"disks exported through {exporter.kind}", flush=True)
         vmm = FirecrackerVmm(
-            home, runtime, binary, facts, kernel.vmlinux, initramfs, exporter(), OPTIONS, jailer
+            home, runtime, binary, facts, kernel.vmlinux, initramfs, exporter, OPTIONS, jailer
         )  # fmt: skip
         await ours(vmm, namespaces, place, hand_figures)
         vmm.close()

@@ -312,10 +312,17 @@ async def test_a_larger_disk_is_opened_anew(
     await vm.restore(MemoryImage(base, None), state, disk)
     await vm.grow_disk(1 << 20)
     assert (vm.directory / requests.DISK).resolve() == disk.with_suffix(".grown")
-    assert journal(vm)[-1]["body"] == {"drive_id": "root", "path_on_host": requests.DISK}
+    paused, opened, resumed = journal(vm)[-3:]
+    assert (paused["body"], resumed["body"]) == ({"state": "Paused"}, {"state": "Resumed"})
+    assert opened["body"] == {"drive_id": "root", "path_on_host": requests.DISK}
+    await vm.stop()
+    await vm.grow_disk(2 << 20)
+    assert journal(vm)[-1]["body"] == opened["body"], "one that was stopped stays so"
     await vm.rebase_disk(Path("/x"))
     await vm.replace_backing(Path("/y"))
-    assert exporter.present["a"].calls == [("grow", 1 << 20), ("rebase", Path("/x")), ("replace_backing", Path("/y"))]
+    assert exporter.present["a"].calls == [
+        ("grow", 1 << 20), ("grow", 2 << 20), ("rebase", Path("/x")), ("replace_backing", Path("/y")),
+    ]  # fmt: skip
 
 
 async def test_a_process_and_its_guest_are_found_again(

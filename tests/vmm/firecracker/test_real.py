@@ -208,7 +208,7 @@ async def test_limits_are_those_of_the_node(
     fc: FirecrackerVmm, guest_files: GuestFiles, namespaces: Namespaces, frozen: Frozen, tmp_path: Path
 ) -> None:
     """A snapshot that knew no limit runs under one, and without it again."""
-    limited = make(fc.binary, guest_files, tmp_path, FirecrackerOptions(disk=RateLimit(bandwidth=2 << 20)))
+    limited = await make(fc.binary, guest_files, tmp_path, FirecrackerOptions(disk=RateLimit(bandwidth=2 << 20)))
     slow, fast = Children(limited, namespaces, tmp_path), Children(fc, namespaces, tmp_path)
     try:
         vm = await slow.restore("slow", frozen)

@@ -20,6 +20,7 @@ SAVE = "save"  # a named pipe for device state
 NOWHERE = "nowhere/memory"  # in a folder that does not exist
 ROOT_DRIVE, NETWORK_CARD = "root", "eth0"
 DEVICE_MODEL = "virtio-mmio: block, net, rng, balloon"
+RUNNING = "Running"  # the state that ``describe`` answers
 REFILL = 1000  # milliseconds in which a bucket of tokens fills up
 LONGEST_COMMAND_LINE = 2047  # bytes; CMDLINE_MAX_SIZE of both architectures, with the zero at the end
 MAX_VCPUS = 32

@@ -117,8 +117,8 @@ class FirecrackerVm:
             await self._blocking(self._fill, memory)
         else:
             await self._load_held(memory)
-        await self._api.send_all([*requests.limits(self._options), requests.run(True)])
-        await self._blocking(self._cell.withdraw, list(files))
+        last = [*requests.limits(self._options), requests.run(True)]
+        await asyncio.gather(self._api.send_all(last), self._blocking(self._cell.withdraw, list(files)))
 
     async def stop(self) -> None:
         await self._api.send(requests.run(False))
@@ -159,9 +159,17 @@ class FirecrackerVm:
 
     async def grow_disk(self, size: int) -> None:
         export = self._disk()
-        await export.grow(size)
-        await self._blocking(self._give_disk, export.path)  # it may be another one now
-        await self._api.send(requests.reopen_drive())
+        # It may be another device afterwards, and nothing is to be written to the old one meanwhile.
+        running = (await self._api.send(requests.describe()))["state"] == requests.RUNNING
+        if running:
+            await self._api.send(requests.run(False))
+        try:
+            await export.grow(size)
+            await self._blocking(self._give_disk, export.path)
+            await self._api.send(requests.reopen_drive())
+        finally:
+            if running:
+                await self._api.send(requests.run(True))
 
     async def reclaim(self) -> bool:
         return await self._blocking(self._reclaim)
