@@ -12,7 +12,8 @@ from aenv.vmm.cgroup import Cgroups, Hierarchy, find_hierarchies, whole_disk
 from aenv.vmm.cgroup_limits import NO_LIMITS, IoLimits, Limits, settings
 
 LIMITS = Limits(cpus=1.5, weight=2, memory=1 << 30, pids=100, io=IoLimits(read_bps=1000, write_iops=50))
-GROUP = f"aenv-cgrouptest{os.getpid()}"
+NODE = f"cgrouptest{os.getpid()}"
+GROUP = f"aenv-{NODE}"
 
 
 def line(point: str, kind: str, options: str) -> str:
@@ -91,17 +92,14 @@ def test_limits_are_of_disks_and_not_of_partitions(tmp_path: Path) -> None:
 
 def test_version_2_hands_controllers_down(tmp_path: Path) -> None:
     root = fake_v2(tmp_path / "v2")
-    for folder in ("slice", f"slice/{GROUP}"):
-        (root / folder).mkdir()
-        (root / folder / "cgroup.subtree_control").write_text("")
+    fake_v2(root / "slice")
     controllers = {name: Hierarchy(2, root) for name in ("cpu", "memory", "pids")}
-    groups = Cgroups(controllers, f"slice/{GROUP}", tmp_path, NO_LIMITS)
+    groups = Cgroups(controllers, "/slice/", NODE, tmp_path, NO_LIMITS)
     assert groups.prepare(Limits(cpus=1, memory=1, pids=1)) == []
-    for folder in ("", "slice", f"slice/{GROUP}"):
+    for folder in ("", "slice"):
         assert (root / folder / "cgroup.subtree_control").read_text() == "+cpu +memory +pids", folder
-    assert (root / "slice" / GROUP / "cpu.weight").read_text() == str(100 * (os.cpu_count() or 1))
     groups.create("vm", Limits(cpus=2, weight=1, memory=5 << 20, pids=7))
-    made = root / "slice" / GROUP / "vm"
+    made = root / "slice" / f"{GROUP}.vm"
     assert groups.folders("vm") == [made]
     assert {file.name: file.read_text() for file in made.iterdir()} == {
         "cpu.weight": "100", "cpu.max": "200000 100000", "memory.max": str(5 << 20), "memory.oom.group": "1",
@@ -116,25 +114,24 @@ def test_what_is_missing_is_said_and_left_out(tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.write_text("a file where a folder should be")
     v1 = tmp_path / "cpu"
-    (v1 / GROUP / "rehearsal" / "cpu.cfs_quota_us").mkdir(parents=True)
-    groups = Cgroups({"memory": Hierarchy(1, broken), "cpu": Hierarchy(1, v1)}, GROUP, tmp_path, NO_LIMITS)
+    (v1 / f"{GROUP}.rehearsal" / "cpu.cfs_quota_us").mkdir(parents=True)
+    groups = Cgroups({"memory": Hierarchy(1, broken), "cpu": Hierarchy(1, v1)}, "", NODE, tmp_path, NO_LIMITS)
     gaps = groups.prepare(Limits(cpus=1, memory=1, pids=1, io=IoLimits(read_bps=1)))
     assert [gap.partition(":")[0] for gap in gaps] == [
         "no io limits", "no pids limit", "no io limit", "no memory limit", "no limit cpu.cfs_quota_us",
     ]  # fmt: skip
     groups.create("vm", Limits(cpus=1, memory=1, pids=1))
-    assert {file.name for file in (v1 / GROUP / "vm").iterdir()} == {"cpu.shares"}
-    assert groups.folders("vm") == [v1 / GROUP / "vm"]
+    assert {file.name for file in (v1 / f"{GROUP}.vm").iterdir()} == {"cpu.shares"}
+    assert groups.folders("vm") == [v1 / f"{GROUP}.vm"]
 
 
 @pytest.fixture
 def real(root_only: None, tmp_path: Path) -> Iterator[Cgroups]:
-    groups = Cgroups.find(GROUP, tmp_path, NO_LIMITS)
+    groups = Cgroups.find("", NODE, tmp_path, NO_LIMITS)
     if gaps := groups.prepare(Limits(cpus=1, memory=1 << 30, pids=10)):
         pytest.skip("; ".join(gaps))
     yield groups
-    groups.close()
-    assert groups.names() == [] and not any(folder.parent.exists() for folder in groups.folders("x"))
+    assert groups.names() == []
 
 
 def test_a_group_as_the_kernel_makes_it(real: Cgroups) -> None:
@@ -144,7 +141,7 @@ def test_a_group_as_the_kernel_makes_it(real: Cgroups) -> None:
         child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
         real.enter("vm", child.pid)
         where = Path(f"/proc/{child.pid}/cgroup").read_text()
-        assert where.count(f"/{GROUP}/vm\n") == len(real.folders("vm"))
+        assert where.count(f"/{GROUP}.vm\n") == len(real.folders("vm"))
         for folder in real.folders("vm"):
             assert (folder / "cgroup.procs").read_text() == f"{child.pid}\n"
         assert real.names() == ["vm"]
@@ -163,9 +160,9 @@ def test_a_read_only_tree(root_only: None, tmp_path: Path) -> None:
     root.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", root], check=True)
     try:
-        groups = Cgroups({"memory": Hierarchy(1, root)}, GROUP, tmp_path, NO_LIMITS)
+        groups = Cgroups({"memory": Hierarchy(1, root)}, "", NODE, tmp_path, NO_LIMITS)
         (gap,) = groups.prepare(Limits(memory=1 << 30))
-        assert gap == f"no memory limit: the control groups are mounted read-only ({root / GROUP})"
+        assert gap == f"no memory limit: the control groups are mounted read-only ({root / GROUP}.rehearsal)"
         groups.create("vm", Limits(memory=1 << 30))
     finally:
         subprocess.run(["umount", root], check=True)

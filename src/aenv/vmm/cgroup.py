@@ -1,8 +1,11 @@
-"""Control groups of VM processes: one for each VM, below one of the node. Version 2, version 1, and both together.
+"""Control groups of VM processes, one for each VM. Version 2, version 1, and both side by side on one host.
 
-``<hierarchy>/<parent>/aenv-<node>/<vm>``. Which hierarchy has which controller is read from the mounts, so a host
+``<hierarchy>/<parent>/aenv-<node>.<vm>``. Which hierarchy has which controller is read from the mounts, so a host
 where some controllers are version 1's and others version 2's is nothing special. What is missing is reported once, as
 a sentence for the operator, and left out from then on. All functions block for some tenths of a millisecond.
+
+The groups of a node are side by side and not below one of its own: each VM then weighs as much as a task of the host,
+as without groups, while the weight of one group for all would be too much for one busy VM and too little for many.
 """
 
 import contextlib
@@ -14,17 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aenv.errors import VmmError
-from aenv.vmm.cgroup_limits import (
-    CONTROLLERS,
-    MOST_SHARES,
-    MOST_WEIGHT,
-    SHARES,
-    V1_NAMES,
-    WEIGHT,
-    IoLimits,
-    Limits,
-    settings,
-)
+from aenv.vmm.cgroup_limits import CONTROLLERS, V1_NAMES, IoLimits, Limits, settings
 
 MOUNTS = Path("/proc/self/mountinfo")
 REHEARSAL = "rehearsal"
@@ -83,20 +76,21 @@ def whole_disk(path: Path, devices: Path = BLOCK_DEVICES) -> str | None:
 class Cgroups:
     """Groups of one node's VMs. ``find`` makes it; ``prepare`` it before the first ``create``."""
 
-    def __init__(self, controllers: dict[str, Hierarchy], group: str, files: Path, io: IoLimits) -> None:
-        """``group``: path of the node's group below each root. ``files``: a folder on the disk that ``io`` is of."""
+    def __init__(self, controllers: dict[str, Hierarchy], parent: str, node: str, files: Path, io: IoLimits) -> None:
+        """``parent``: path of a group, from each root. ``files``: a folder on the disk that ``io`` is about."""
         self._controllers = controllers
-        self._group = group
+        self._parent = parent.strip("/")
+        self._prefix = f"aenv-{node}."
         self._files = files
         self._device = whole_disk(files) if io.any else None
         self._refused: set[str] = set()  # files that this kernel does not have, or not for us
 
     @classmethod
-    def find(cls, group: str, files: Path, io: IoLimits) -> "Cgroups":
-        return cls(find_hierarchies(MOUNTS.read_text()), group, files, io)
+    def find(cls, parent: str, node: str, files: Path, io: IoLimits) -> "Cgroups":
+        return cls(find_hierarchies(MOUNTS.read_text()), parent, node, files, io)
 
     def prepare(self, example: Limits) -> list[str]:
-        """Make the node's group, and try ``example`` on one below it; what of it does not hold here, as sentences."""
+        """Make room for groups, and try ``example`` on one; what of it does not hold here, as sentences."""
         gaps = []
         if example.io.any and self._device is None:
             gaps.append(f"no io limits: the file system of {self._files} is not on one disk")
@@ -126,16 +120,11 @@ class Cgroups:
 
     def _open(self, hierarchy: Hierarchy, names: list[str]) -> None:
         folder = hierarchy.root
-        for part in ("", *Path(self._group).parts):
+        for part in ("", *Path(self._parent).parts):
             folder /= part
             folder.mkdir(exist_ok=True)
             if hierarchy.version == 2:
                 _enable(folder, names)
-        if "cpu" in names:
-            # All VMs together weigh as much as one task of the host on each processor: see confinement.md.
-            cpus = os.cpu_count() or 1
-            file, value = ("cpu.shares", SHARES) if hierarchy.version == 1 else ("cpu.weight", WEIGHT)
-            (folder / file).write_text(str(min(MOST_SHARES if hierarchy.version == 1 else MOST_WEIGHT, value * cpus)))
 
     def create(self, name: str, limits: Limits) -> None:
         """Make the group of a VM. Raises VmmError."""
@@ -176,18 +165,13 @@ class Cgroups:
                         continue
                 break
 
-    def close(self) -> None:
-        """Remove the node's own group, unless VMs are in it."""
-        for hierarchy in self._hierarchies():
-            with contextlib.suppress(OSError):
-                (hierarchy.root / self._group).rmdir()
-
     def names(self) -> list[str]:
         """VMs that have a group."""
         found: set[str] = set()
         for hierarchy in self._hierarchies():
             with contextlib.suppress(OSError):
-                found.update(entry.name for entry in (hierarchy.root / self._group).iterdir() if entry.is_dir())
+                folders = (hierarchy.root / self._parent).glob(f"{self._prefix}*")
+                found.update(folder.name.removeprefix(self._prefix) for folder in folders)
         return sorted(found)
 
     def folders(self, name: str) -> list[Path]:
@@ -198,7 +182,7 @@ class Cgroups:
         return list(dict.fromkeys(self._controllers.values()))
 
     def _folder(self, hierarchy: Hierarchy, name: str) -> Path:
-        return hierarchy.root / self._group / name
+        return hierarchy.root / self._parent / f"{self._prefix}{name}"
 
 
 def _enable(folder: Path, names: Iterable[str]) -> None:

@@ -59,12 +59,13 @@ class Jail:
         output: Path | None = None,
         lobby: Path | None = None,
         directory: Path = Path("/"),
+        limit: bool = True,
     ) -> int:
         """Start the process; its pid. As ``process.launch``, confined but for its root, which ``enclose`` takes.
 
         ``lobby`` is a folder, made the process's own, that it finds at ``lobby_path`` until then: for a socket. It
-        works in its root, or in ``directory`` where that will be the host's.
-        Raises VmmError.
+        works in its root, or in ``directory`` where that will be the host's. Without ``limit`` the caller calls that,
+        while the process loads its program. Raises VmmError.
         """
         if lobby is not None and self.user is not None:
             os.chown(lobby, self.user, self.user)
@@ -76,13 +77,18 @@ class Jail:
         finally:
             self._jailer.restore_dumpable()
         self._watch(pid)
-        try:
-            self._jailer.limit(self._vm_id, pid)
-        except BaseException:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            raise
+        if limit:
+            try:
+                self.limit()
+            except BaseException:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                raise
         return pid
+
+    def limit(self) -> None:
+        """Put the process into its control group, for which the kernel may wait some 10 ms. Raises VmmError."""
+        self._jailer.limit(self._vm_id, self._pid)
 
     def _prepare(self, lobby: Path | None) -> None:
         try:
@@ -198,7 +204,7 @@ class Jailer:
         self._in_memory = _is_in_memory(home)
         self._dumpable = calls.dumpable()
         self._users = Users(settings.first_user, settings.users)
-        self._cgroups = Cgroups.find(settings.group, home, settings.io)
+        self._cgroups = Cgroups.find(settings.cgroup, settings.node, home, settings.io)
         if settings.mode != "off":
             self._assess(home)
         self._tidy(runtime / "vms")
@@ -279,7 +285,6 @@ class Jailer:
     def close(self) -> None:
         """Jails stay. Idempotent."""
         self.visitors.close()
-        self._cgroups.close()
 
     def _tidy(self, vms: Path) -> None:
         """Remove groups and users of VMs that the last server did not get to remove."""

@@ -150,6 +150,18 @@ def clone_mount(file: int, *, writable: bool) -> int:
     return tree
 
 
+def make_read_only(target: str) -> bool:
+    """Let nothing be written by a mount from here on; False when something is open to be written."""
+    wanted = ctypes.create_string_buffer(struct.pack("=4Q", MOUNT_ATTR_RDONLY, 0, 0, 0), 32)
+    try:
+        _call(SYS_MOUNT_SETATTR, f"making {target} read-only", AT_FDCWD, target.encode(), 0, wanted, 32)
+    except OSError as error:
+        if error.errno == errno.EBUSY:
+            return False
+        raise
+    return True
+
+
 def attach(tree: int, target: str) -> None:
     """Put a detached mount at ``target``, in the namespace of the calling thread."""
     _call(SYS_MOVE_MOUNT, f"mounting {target}", tree, b"", AT_FDCWD, target.encode(), MOVE_MOUNT_F_EMPTY_PATH)

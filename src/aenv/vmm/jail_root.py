@@ -8,6 +8,7 @@ files can appear at paths of its choice later. All of it ends with the namespace
 import contextlib
 import os
 import stat
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from aenv.vmm import jail_calls as calls
 
 T = TypeVar("T")
 
-ROOT_OPTIONS = "size=256k,nr_inodes=4096,mode=755"  # it holds mount points only
+ROOT_OPTIONS = "size=4m,nr_inodes=4096,mode=755"  # it holds mount points, and copies of small files
+COPIED = 1 << 20  # bytes up to which a file is copied if it may be
 ROOT_FLAGS = calls.MS_NOSUID | calls.MS_NODEV | calls.MS_NOEXEC
 DEVICES = "/dev"
 DEVICE_OPTIONS = "size=64k,nr_inodes=64,mode=755"
@@ -32,12 +34,14 @@ class Share:
     """A file, folder or device of the host that a confined process may use.
 
     It appears at ``inside``, by default at the path that it has on the host. A folder is never writable. A device
-    gets a node of its own, always writable, and must be below ``/dev``.
+    gets a node of its own, always writable, and must be below ``/dev``. A ``copy`` will do for a small file that is
+    read once: it is taken away without an unmount, for which the kernel waits (``confinement.md``).
     """
 
     source: Path
     inside: str | None = None
     writable: bool = False
+    copy: bool = False
 
     @property
     def path(self) -> str:
@@ -49,7 +53,7 @@ class Share:
 class Content:
     """What is at a path. The same inode of the host with the same rights needs no mount again.
 
-    Of a device: its number, and no inode.
+    Of a device: its number, and no inode. Of a copy: neither.
     """
 
     device: int
@@ -59,13 +63,18 @@ class Content:
 
 @dataclass(slots=True)
 class OpenShare:
-    """A share that was opened on the host's side: ``tree`` is a detached mount of it, or -1 for a device."""
+    """A share that was opened on the host's side: ``tree`` is a detached mount of it, -1 for a device or a copy.
+
+    ``frozen``: it is there already, only that it may be written.
+    """
 
     path: str
     content: Content
     mode: int
     number: int  # of a device
     tree: int = -1
+    data: bytes | None = None
+    frozen: bool = False
 
 
 @contextlib.contextmanager
@@ -85,13 +94,19 @@ def opened(shares: Iterable[Share], user: int | None, present: dict[str, Content
             writable = special or (share.writable and not stat.S_ISDIR(status.st_mode))
             if user is not None and stat.S_ISREG(status.st_mode):
                 _hand_over(file, status, user if writable else None)
+            copied = share.copy and status.st_size <= COPIED
             content = Content(status.st_dev, status.st_ino, writable)
             if special:
                 content = Content(status.st_rdev, 0, True)
-            if present.get(share.path) == content:
+            elif copied:
+                content = Content(0, 0, False)
+            if present.get(share.path) == content and not copied:
                 continue
             entry = OpenShare(share.path, content, status.st_mode, status.st_rdev)
-            if not special:
+            entry.frozen = present.get(share.path) == Content(status.st_dev, status.st_ino, True)
+            if copied:
+                entry.data = share.source.read_bytes()
+            elif not special:
                 entry.tree = calls.clone_mount(file, writable=writable)
                 stack.callback(os.close, entry.tree)
             found.append(entry)
@@ -124,15 +139,22 @@ def empty_root(mount_point: str) -> None:
 def place(shares: Iterable[OpenShare], user: int | None) -> None:
     """Put shares where they belong, over what was there. In the namespace of the process."""
     for share in shares:
+        # No unmount where none is needed: it waits for the kernel.
+        if share.frozen and calls.make_read_only(share.path):
+            continue
+        calls.detach(share.path)
         target = Path(share.path)
         target.parent.mkdir(parents=True, exist_ok=True)
+        if share.data is not None:
+            target.unlink(missing_ok=True)
+            target.write_bytes(share.data)
+            continue
         if share.tree < 0:
             target.unlink(missing_ok=True)
             os.mknod(share.path, stat.S_IFMT(share.mode) | 0o600, share.number)
             if user is not None:
                 os.chown(share.path, user, user)
             continue
-        calls.detach(share.path)
         if stat.S_ISDIR(share.mode):
             target.mkdir(exist_ok=True)
         else:
@@ -143,12 +165,16 @@ def place(shares: Iterable[OpenShare], user: int | None) -> None:
 def take_away(paths: Iterable[str]) -> None:
     """The reverse. What is open stays open. In the namespace of the process."""
     for path in map(Path, paths):
-        calls.detach(str(path))
         with contextlib.suppress(OSError):
             if path.is_dir():
+                calls.detach(str(path))
                 path.rmdir()
             else:
-                path.unlink()
+                try:
+                    path.unlink()  # a copy
+                except OSError:  # EBUSY: a mount
+                    calls.detach(str(path))
+                    path.unlink()
             for folder in path.parents:
                 folder.rmdir()  # until one has something else in it
 
@@ -175,14 +201,27 @@ def is_enclosed(pid: int) -> bool:
     return (its.st_dev, its.st_ino) != (ours.st_dev, ours.st_ino)
 
 
+_visitor = threading.local()
+
+
+def prepare_visitor() -> None:
+    """Make this thread one that may enter mount namespaces: the initializer of an executor, for all its life."""
+    calls.own_directories()
+    os.umask(0o022)
+    _visitor.prepared = True
+
+
 class Visitors:
-    """Threads that enter the mount namespaces of processes and come back. One object for all VMs of a server."""
+    """Calls in the mount namespaces of processes. One object for all VMs of a server.
+
+    A thread that ``prepare_visitor`` has prepared enters and comes back itself; for any other one of a few does it.
+    """
 
     def __init__(self) -> None:
         self._home = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
         self._number = os.fstat(self._home).st_ino
-        # Two: the calls never wait, but one thread would make a queue of a fork of many.
-        self._threads = ThreadPoolExecutor(2, "jail", initializer=_prepare_thread)
+        # An unmount waits for all processors to have passed a quiet point; several wait together.
+        self._threads = ThreadPoolExecutor(8, "jail", initializer=prepare_visitor)
 
     def inside(self, pid: int, pidfd: int, work: Callable[[], T]) -> T:
         """Call ``work`` in the mount namespace of a process. It must open and import nothing of the host's files.
@@ -198,6 +237,8 @@ class Visitors:
                 return work()
 
         try:
+            if getattr(_visitor, "prepared", False):
+                return visit()
             return self._threads.submit(visit).result()
         except (ProcessLookupError, FileNotFoundError) as error:
             raise VmmError(f"Process {pid} is gone.") from error
@@ -208,8 +249,3 @@ class Visitors:
         if self._home >= 0:
             os.close(self._home)
             self._home = -1
-
-
-def _prepare_thread() -> None:
-    calls.own_directories()
-    os.umask(0o022)

@@ -25,7 +25,7 @@ class JailSettings:
 
     ``mode``: ``on`` refuses to start when something of it does not work here, ``auto`` says so and goes on with the
     rest. ``node`` tells nodes of one host apart. Users are numbered from ``first_user`` on; why from there is in
-    ``docs/internals/confinement.md``. ``cgroup``: group below which the node's is made, from the root of a hierarchy.
+    ``docs/internals/confinement.md``. ``cgroup``: the group below which those of VMs are made, from each root.
     """
 
     mode: Literal["auto", "on", "off"] = "auto"
@@ -34,12 +34,6 @@ class JailSettings:
     users: int = 65_536
     cgroup: str = ""
     io: IoLimits = NO_LIMITS
-
-    @property
-    def group(self) -> str:
-        """Path of the node's control group below the root of a hierarchy."""
-        own = f"aenv-{self.node}"
-        return f"{self.cgroup.strip('/')}/{own}" if self.cgroup.strip("/") else own
 
 
 def rehearse(home: Path) -> str | None:

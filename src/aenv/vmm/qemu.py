@@ -67,6 +67,7 @@ class QemuVm:
         self._held = False  # stopped by us, so that nothing but ``cont`` may let it run
         self._met_full_disk = False
         self._retry: asyncio.TimerHandle | None = None
+        self._tidying: asyncio.Future[None] | None = None
         qmp.subscribe(self._on_event)
         self._mapping: ram.Mapping | None = None
 
@@ -105,7 +106,7 @@ class QemuVm:
         if self._record.memory is not None:
             raise VmmError(f"VM {self._id} has been restored or booted already.")
         self._record = replace(self._record, memory=str(memory.base))
-        loaded = await self._blocking(self._provide, memory.base, disk, [state])
+        loaded = await self._blocking(self._provide, memory.base, disk, [Share(state, copy=True)])
         mapped, made = self._make_machine(memory.base, disk)
         saved = self._blocking(self._record.write, self._directory)
         await self._answered(mapped)
@@ -123,16 +124,16 @@ class QemuVm:
         if event["status"] == "failed":
             why = (await qmp.execute("query-migrate")).get("error-desc", "no reason given")
             raise VmmError(f"QEMU cannot load the device state {state}: {why}.")
-        await self._run(loaded)
+        self._run(loaded)
 
     async def boot(self, disk: Path, needed: Sequence[Path]) -> None:
         """Boot what the command line says, once, with the memory of the record. ``needed``: files that this reads."""
         assert self._record.memory is not None
         memory = Path(self._record.memory)
-        loaded = await self._blocking(self._provide, memory, disk, needed)
+        loaded = await self._blocking(self._provide, memory, disk, [Share(path) for path in needed])
         mapped, made = self._make_machine(memory, disk)
         await self._answered(mapped + made)
-        await self._run(loaded)
+        self._run(loaded)
 
     def _make_machine(self, memory: Path, disk: Path) -> tuple[Sent, Sent]:
         """What is answered when guest RAM is mapped, and what when the machine is there.
@@ -154,10 +155,11 @@ class QemuVm:
         for future, command in sent:
             await self._qmp.result(future, command, MACHINE_TIMEOUT)
 
-    async def _run(self, loaded: set[str]) -> None:
-        """Let the guest run, and take from QEMU what it has read and needs no more."""
+    def _run(self, loaded: set[str]) -> None:
+        """Let the guest run, and take from QEMU what it has read and needs no more, for which nobody waits."""
         self._qmp.send("cont")  # its answer can wait for the emulator's first translation
-        await self._blocking(self._jail.withdraw, loaded)
+        self._tidying = self._blocking(self._jail.withdraw, loaded)
+        self._tidying.add_done_callback(_consume)
 
     async def stop(self) -> None:
         self._held = True
@@ -231,6 +233,8 @@ class QemuVm:
         self._qmp.close()
         self._process.send(signal.SIGKILL)
         await self._process.wait()
+        if self._tidying is not None:
+            await asyncio.wait({self._tidying})
         await self._blocking(self._remove)
 
     def detach(self) -> None:
@@ -259,11 +263,11 @@ class QemuVm:
             self._mapping = ram.find_mapping(self.pid, Path(self._record.memory), size)
         return self._mapping
 
-    def _provide(self, memory: Path, disk: Path, needed: Sequence[Path]) -> set[str]:
+    def _provide(self, memory: Path, disk: Path, needed: Sequence[Share]) -> set[str]:
         """Give QEMU the files of a machine; paths of those that it needs only to make it, firmware included."""
         firmware = self._jail.provided - {str(self._directory / STATE)}
-        self._jail.provide([*qemu_files.disk_shares(disk, self._layers), Share(memory), *map(Share, needed)])
-        return firmware | {str(path) for path in needed}
+        self._jail.provide([*qemu_files.disk_shares(disk, self._layers), Share(memory), *needed])
+        return firmware | {share.path for share in needed}
 
     async def _show(self, path: Path, writable: bool) -> None:
         """Before QEMU opens a layer that is to be its disk, or below it."""
@@ -295,3 +299,8 @@ class QemuVm:
 
     def _blocking(self, function: Callable[..., T], *arguments: Any) -> "asyncio.Future[T]":
         return asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
+
+
+def _consume(future: "asyncio.Future[None]") -> None:
+    if not future.cancelled():
+        future.exception()  # the process has died, which whoever needs it will see

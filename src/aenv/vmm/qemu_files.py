@@ -12,15 +12,19 @@ from aenv.storage import qcow2
 from aenv.storage.lsmt import disk_errors
 from aenv.vmm.jail_root import Share
 
+# Of a microvm: its BIOS; option ROMs that start a kernel, by its format; and one that QEMU gives to some APICs.
+FIRMWARE = ("bios-microvm.bin", "pvh.bin", "linuxboot_dma.bin", "kvmvapic.bin")
 MAX_STATE = 64 << 20  # bytes of device state; 20 to 100 kB are usual
 
 
 @functools.cache
 def firmware(qemu: str) -> tuple[Share, ...]:
-    """Folders where this QEMU looks for firmware, which it reads when it makes the machine. Blocks 30 ms, once."""
+    """What this QEMU reads when it makes the machine, where it looks for it. Blocks for 30 ms, once."""
     listed = subprocess.run([qemu, "-L", "help"], capture_output=True, text=True, check=False).stdout
     folders = [Path(line) for line in listed.splitlines() if line.startswith("/")]
-    return tuple(Share(folder) for folder in folders if folder.is_dir())
+    return tuple(
+        Share(folder / name, copy=True) for name in FIRMWARE for folder in folders if (folder / name).is_file()
+    )
 
 
 def disk_shares(disk: Path, folders: Sequence[Path]) -> list[Share]:

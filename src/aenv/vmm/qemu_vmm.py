@@ -22,7 +22,7 @@ from aenv.errors import VmmError
 from aenv.storage.lsmt import disk_errors
 from aenv.vmm import process, qemu_command, qemu_files
 from aenv.vmm.jail import Jail, Jailer
-from aenv.vmm.jail_root import Share
+from aenv.vmm.jail_root import Share, prepare_visitor
 from aenv.vmm.jail_settings import JailSettings
 from aenv.vmm.protocol import Accelerator, Fingerprint, MachineShape, NetworkAttachment
 from aenv.vmm.qemu import ERRORS, STATE, QemuVm
@@ -66,7 +66,7 @@ class QemuVmm:
         self._jailer = jailer or Jailer(JailSettings(mode="off"), home, runtime)
         self._layers = layers if layers is not None else (home / "layers", runtime / "layers")
         # Blocking work is short and mostly in the kernel; a fork of 16 should not queue behind 4 captures.
-        self._executor = ThreadPoolExecutor(max_workers=8, thread_name_prefix="vmm")
+        self._executor = ThreadPoolExecutor(32, "vmm", prepare_visitor if self._jailer.isolates else None)
 
     @property
     def platform(self) -> qemu_command.Platform:
@@ -155,11 +155,12 @@ class QemuVmm:
             str(memory) if memory else None, jail.user,
         )  # fmt: skip
         try:
-            saved = self._blocking(record.write, directory)
+            # While it loads its program.
+            limited, saved = self._blocking(jail.limit), self._blocking(record.write, directory)
             try:
                 qmp = await QmpClient.connect(directory / QMP_SOCKET, LAUNCH_TIMEOUT)
             finally:
-                await saved
+                await asyncio.gather(limited, saved)
             # It has loaded its program, and nothing of a guest.
             await self._blocking(self._enclose, jail, directory)
             return self._vm(vm_id, record, proc, qmp, jail)
@@ -212,7 +213,7 @@ class QemuVmm:
                 self._platform, vm_id, shape, network, console, listener.fileno(), source, given
             )
             fds = [fd for fd in (listener.fileno(), given.console, given.tap, given.kvm) if fd is not None]
-            pid = jail.launch(argv, network.netns, directory / ERRORS, fds)
+            pid = jail.launch(argv, network.netns, directory / ERRORS, fds, limit=False)
             undo.pop_all()
             return pid, jail
 
