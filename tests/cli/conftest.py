@@ -12,12 +12,24 @@ import pexpect
 import pytest
 
 from tests.image import registries
-from tests.image.writer import push
+from tests.image.writer import Image, archive, member, push
 from tests.node import images
 from tests.node.process import NodeProcess, wait_for
 
 AENV = str(Path(sys.executable).parent / "aenv")
 TIMEOUT = 120  # seconds for one command, on a busy machine
+
+# Says as whom and where it was started, and with what, and stays.
+SERVE = b"""#!/bin/sh
+{ id -u; pwd; echo "$MODE:$*"; } > /dev/shm/serve.new
+mv /dev/shm/serve.new /dev/shm/serve
+exec sleep 9999
+"""
+COMMANDS: dict[str, dict[str, object]] = {
+    "serving": {"Entrypoint": ["/bin/serve"], "Cmd": ["two words", "x"], "Env": ["PATH=/bin", "MODE=image"]},
+    "failing": {"Cmd": ["/bin/sh", "-c", "echo sorry; exit 3"], "ExposedPorts": {"9/tcp": {}}},
+    "shell": {"Cmd": ["/bin/sh"]},
+}
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 Spawn = Callable[..., "pexpect.spawn[str]"]
@@ -25,12 +37,15 @@ Spawn = Callable[..., "pexpect.spawn[str]"]
 
 @pytest.fixture(scope="package")
 def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Host of a registry that has the image ``tiny:1``."""
+    """Host of a registry that has the image ``tiny:1``, and others of it with commands of their own."""
     if registries.PROGRAM is None:
         pytest.skip("docker-registry is not installed")
     with registries.running(tmp_path_factory.mktemp("registry")) as found:
         image = images.tiny(["PATH=/tools:/bin", "FROM_IMAGE=yes"], WorkingDir="/app")
         push(found.base, "tiny", "1", [image])
+        serve = archive([member("bin/serve", SERVE, mode=0o755)])
+        for name, config in COMMANDS.items():
+            push(found.base, name, "1", [Image([*image.layers, serve], {**image.config, **config})])
         yield found.host
 
 

@@ -115,6 +115,52 @@ def test_the_start_command_runs_in_the_template(aenv: Run, registry: str, tmp_pa
     assert in_sandbox(aenv, "served", fetch) == "b'served\\n'\nroot\n"
 
 
+READY = ["--ready", "test -s /dev/shm/serve"]
+
+
+def test_the_command_of_an_image_runs_in_its_template(aenv: Run, registry: str) -> None:
+    aenv("pull", f"{registry}/serving:1", *READY)
+    assert in_sandbox(aenv, "serving", "cat /dev/shm/serve") == "0\n/app\nimage:two words x\n"
+    aenv("pull", f"{registry}/serving:1", "-n", "not-serving", "--no-start")
+    assert in_sandbox(aenv, "not-serving", "cat /dev/shm/serve 2>/dev/null || echo none") == "none\n"
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("ENV MODE=mine", "0\n/app\nmine:two words x\n"),
+        ('CMD ["own"]', "0\n/app\nimage:own\n"),
+        ("USER user\nWORKDIR /tmp", "1000\n/tmp\nimage:two words x\n"),
+        ('CMD ["own"]\nENTRYPOINT ["/bin/serve", "first"]', "0\n/app\nimage:first own\n"),
+    ],
+)
+def test_a_dockerfile_goes_on_with_the_command_of_its_image(
+    aenv: Run, registry: str, tmp_path: Path, lines: str, said: str
+) -> None:
+    dockerfile(tmp_path, f"FROM {registry}/serving:1\n{lines}\n")
+    aenv("build", str(tmp_path), "-n", "goes-on", *READY)
+    assert in_sandbox(aenv, "goes-on", "cat /dev/shm/serve") == said
+
+
+def test_an_empty_entrypoint_is_none(aenv: Run, registry: str, tmp_path: Path) -> None:
+    dockerfile(tmp_path, f"FROM {registry}/serving:1\nENTRYPOINT []\n")
+    aenv("build", str(tmp_path), "-n", "no-entrypoint")
+    assert in_sandbox(aenv, "no-entrypoint", "cat /dev/shm/serve 2>/dev/null || echo none") == "none\n"
+
+
+def test_an_image_whose_command_does_not_stay_becomes_a_template(aenv: Run, registry: str, tmp_path: Path) -> None:
+    done = aenv("pull", f"{registry}/failing:1")
+    assert "going on without the image's command: " in done.stderr and "sorry" in done.stderr
+    assert in_sandbox(aenv, "failing", "pwd; true") == "/app\n"
+    done = aenv("pull", f"{registry}/shell:1")
+    assert "there is nothing to wait for" in done.stderr
+    assert in_sandbox(aenv, "shell", "pwd; true") == "/app\n"
+    # A command that somebody asked for has to work.
+    dockerfile(tmp_path, f"FROM {registry}/failing:1\nCMD exit 4\n")
+    done = aenv("build", str(tmp_path), "-n", "asked-for", check=False)
+    assert done.returncode == 1 and "exit status 4" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -172,11 +218,11 @@ def test_an_interrupted_build(
 
     quick = dockerfile(tmp_path / "quick", "FROM base\nRUN true\n")
     aenv("build", str(quick), "-n", "there")
-    said = interrupted(environment, slow, "there")
-    assert "error: The build of there cannot be cancelled: the server goes on with it.\n" in said
-    assert "`aenv template watch there` follows it" in said
-    done = aenv("template", "watch", "there")
-    assert "waiting here" in done.stderr
+    before = api.get("/templates/there").json()
+    assert interrupted(environment, slow, "there").strip() == ""
+    assert api.get("/templates/there").json() == before, "the build is forgotten, and the template as it was"
+    assert len(node.records("builds")) == 1
+    assert in_sandbox(aenv, "there", "echo works") == "works\n"
 
 
 def test_usage(aenv: Run, tmp_path: Path) -> None:

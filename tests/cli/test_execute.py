@@ -49,7 +49,11 @@ def test_user_folder_environment_and_words(aenv: Run, sandbox: str) -> None:
     ("arguments", "code", "message"),
     [
         (("kill -9 $$",), 137, ""),
-        (("nothing-here",), 125, "error: executable 'nothing-here' not found in PATH"),
+        (("nothing-here",), 127, "error: executable 'nothing-here' not found in PATH"),
+        (("/nothing/here",), 127, "error: "),
+        (("/etc/passwd",), 126, "error: "),
+        (("/etc",), 126, "error: "),
+        (("nothing-here; exit 9",), 9, "bash: line 1: nothing-here: "),
         (("-w", "/nothing", "true"), 125, "error: "),
         (("-u", "nobody-here", "true"), 125, "error: "),
         (("-t", "true"), 125, "error: -t needs a terminal as standard input and output.\nLeave it out.\n"),

@@ -128,7 +128,7 @@ def test_the_terminal_is_as_before(environment: dict[str, str], sandbox: str) ->
 
 def test_what_cannot_run_is_said_and_not_tried_again(terminal: Spawn, sandbox: str) -> None:
     code, shown = finished(terminal("exec", "-t", sandbox, "nothing-here", "x", NO_COLOR="1"))
-    assert (code, shown) == (125, "error: executable 'nothing-here' not found in PATH\n")
+    assert (code, shown) == (127, "error: executable 'nothing-here' not found in PATH\n")
     code, shown = finished(terminal("connect", sandbox, "--pid", "99999", NO_COLOR="1"))
     assert code == 1
     assert shown.startswith("error: ")

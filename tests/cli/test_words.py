@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aenv.cli import options, output, progress, table
-from aenv.cli.builds import port_check, readable
 from aenv.cli.commands.execute import command_line
 from aenv.cli.commands.pull import default_name
-from aenv.cli.shell import exit_code
+from aenv.cli.shell import exit_code, refused_code
 from aenv.cli.table import Cell, Column
-from aenv.client.connect import Ended
+from aenv.client.connect import CommandRefusedError, Ended
+from aenv.template.ready import port_check, readable
 
 COLUMNS = (
     Column("ID"),
@@ -188,3 +188,20 @@ def test_a_template_is_called_as_its_image(image: str, name: str) -> None:
 def test_the_check_of_a_port() -> None:
     assert "':1F90 [0-9A-F]*:0000 0A'" in port_check(8080)
     assert readable(f"waiting until ready: {port_check(80)}") == "waiting until ready: port 80 is open"
+
+
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [
+        ("executable 'x' not found in PATH", 127),
+        ("executable 'two\nlines' not found in PATH", 127),
+        ("error starting process '/x': executing the program: no such file or directory", 127),
+        ("error starting process '/x': executing the program: permission denied", 126),
+        ("error starting process '/x': executing the program: exec format error", 126),
+        ("error starting process '/x': changing to the working directory: permission denied", 125),
+        ("cwd '/x' does not exist", 125),
+        ("unknown user", 125),
+    ],
+)
+def test_why_a_command_was_not_run(message: str, code: int) -> None:
+    assert refused_code(CommandRefusedError(message)) == code

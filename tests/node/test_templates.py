@@ -387,6 +387,28 @@ def test_deleting_a_template_cancels_its_builds(api: httpx.Client, node: NodePro
     wait_for(lambda: len(set(node.vm_pids()) - before) <= 2, "the build's VM to end")
 
 
+def test_a_build_is_cancelled_and_its_template_stays(
+    build: Build, create: Create, api: httpx.Client, node: NodeProcess
+) -> None:
+    build(base().run_cmd("echo one > v"), "kept")
+    built = api.get("/templates/kept").json()
+    machines = set(node.vm_pids())
+    info = Template.build_in_background(base().run_cmd("echo begun; sleep 600"), "kept")
+    path = f"/templates/kept/builds/{info.build_id}"
+    wait_for(lambda: "begun" in [e.message for e in Template.get_build_status(info).log_entries], "the step to run")
+    assert api.delete(path).status_code == 204
+    assert api.delete(path).status_code == 404, "it is forgotten"
+    assert not (node.home / "builds" / f"{info.build_id}.jsonl").exists()
+    wait_for(lambda: len(set(node.vm_pids()) - machines) <= 2, "the build's VM to end")
+    assert api.get("/templates/kept").json() == built
+    assert create("kept").files.read("v") == "one\n"
+    # One that waits for its steps, and one that has ended.
+    waiting = api.post("/v3/templates", json={"name": "kept"}).json()["buildID"]
+    assert api.delete(f"/templates/kept/builds/{waiting}").status_code == 204
+    refused = api.delete(f"/templates/kept/builds/{built['builds'][0]['buildID']}")
+    assert refused.status_code == 409 and "has ended" in refused.json()["message"]
+
+
 def test_builds_run_side_by_side(build: Build, create: Create) -> None:
     with ThreadPoolExecutor(4) as executor:
         list(executor.map(lambda n: build(base().run_cmd(f"echo {n} > v"), f"parallel-{n}"), range(4)))

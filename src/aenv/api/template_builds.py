@@ -66,6 +66,12 @@ async def start(template_id: TemplateRef, build_id: BuildId, body: schemas.Build
     await service.start(template_id, build_id, convert.build_start(body))
 
 
+@router.delete("/templates/{templateID:path}/builds/{buildID}", status_code=204, responses=errors(400, 404, 409))
+async def cancel(template_id: TemplateRef, build_id: BuildId, service: Service) -> None:
+    """Cancel a build that waits or is under way, and forget it; its template stays as it is. Not in E2B's API."""
+    await service.cancel(template_id, build_id)
+
+
 @router.get(
     "/templates/{templateID:path}/builds/{buildID}/status",
     response_model_exclude_none=True,

@@ -155,6 +155,7 @@ def build_start(body: schemas.BuildStart) -> BuildStart:
         ready_cmd=body.ready_cmd or "",
         force=body.force,
         dockerfile=body.dockerfile,
+        image_command=body.image_command,
     )
 
 

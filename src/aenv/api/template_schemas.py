@@ -70,6 +70,11 @@ class BuildStart(_Model):
         description="The steps are a Dockerfile's: they begin as the image's own user in its own folder, root and / "
         "without; sandboxes run as user in its home where neither names others. Not in E2B's API",
     )
+    image_command: Text | None = Field(
+        None,
+        description="Without a startCmd: run the image's ENTRYPOINT with these shell words; with its CMD if they are "
+        "empty, and go on where that fails. Left out: run neither. Not in E2B's API",
+    )
 
 
 class BuildLogEntry(_Model):

@@ -1,6 +1,5 @@
 """Template builds from the client's side: request, start, follow the log to the end, clean up after Ctrl-C."""
 
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -12,9 +11,9 @@ from aenv.cli.table import printable
 from aenv.client.api import Api, Json
 from aenv.client.transport import ApiError
 from aenv.errors import AenvError
+from aenv.template.ready import readable
 
 POLL = 0.2  # seconds between two looks at a build's log
-_PORT_CHECK = re.compile(r"grep -qs ':([0-9A-F]{4}) \[0-9A-F\]\*:0000 0A' /proc/net/tcp /proc/net/tcp6")
 
 
 class BuildFailedError(AenvError):
@@ -81,44 +80,25 @@ def entries(api: Api, build: Build) -> Iterator[Json]:
 def run(api: Api, build: Build, body: Json, show: Callable[[Json], None]) -> None:
     """Start a requested build and show its log to the end.
 
-    A build that fails or is interrupted leaves no template that was not there before. Raises BuildFailedError.
+    A build that fails or is interrupted leaves nothing, and a template that was there as it was. Raises
+    BuildFailedError.
     """
     try:
         api.start_build(build.template_id, build.build_id, body)
         for entry in entries(api, build):
             show(entry)
-    except (KeyboardInterrupt, SystemExit):
-        discard(api, build)
-        if not build.is_new:
-            # The API can cancel a build with its template only.
-            output.complain(
-                f"The build of {build.name} cannot be cancelled: the server goes on with it.",
-                f"`aenv template watch {build.name}` follows it; the template changes if it succeeds.",
-            )
-        raise
     except BaseException:
         discard(api, build)
         raise
 
 
 def discard(api: Api, build: Build) -> None:
-    """Remove a build's template if this build was its first: that cancels it, too."""
-    if build.is_new:
-        with suppress(AenvError):
+    """Cancel a build unless it has ended, and remove its template if this build was its first."""
+    with suppress(AenvError):
+        if build.is_new:
             api.delete_template(build.template_id)
-
-
-def port_check(port: int) -> str:
-    """A command that succeeds when something listens at a TCP port. It needs nothing but grep.
-
-    State 0A of /proc/net/tcp is LISTEN; addresses are hexadecimal, see proc_net_tcp in the kernel's documentation.
-    """
-    return f"grep -qs ':{port:04X} [0-9A-F]*:0000 0A' /proc/net/tcp /proc/net/tcp6"
-
-
-def readable(message: str) -> str:
-    """A line of a build's log with ``port_check`` in words."""
-    return _PORT_CHECK.sub(lambda match: f"port {int(match[1], 16)} is open", message)
+        else:
+            api.cancel_build(build.template_id, build.build_id)
 
 
 class Printer:

@@ -1,16 +1,18 @@
 """A shell, or one program, on the user's terminal in a sandbox; what is said when it is left."""
 
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from aenv.cli import session
 from aenv.client.api import Api, Json
-from aenv.client.connect import Ended
+from aenv.client.connect import CommandRefusedError, Ended
 from aenv.client.sandbox import ProcessStream, SandboxClient, Size
 from aenv.client.transport import ApiError, UnreachableError
 from aenv.errors import AenvError
 
+NOT_RUN, NOT_EXECUTABLE, NOT_FOUND = 125, 126, 127  # codes when a command could not be run, as docker's
 STAY = 60  # seconds that a sandbox lives on at least, however its time to live is, while somebody is in it
 STAY_INTERVAL = 20.0
 LOGIN_SHELL = ["/bin/sh", "-c", "if command -v bash >/dev/null 2>&1; then exec bash -l; else exec sh -l; fi"]
@@ -29,6 +31,19 @@ def exit_code(ended: Ended) -> int:
         return ended.exit_code
     name = ended.status.removeprefix("signal: ").partition(" (")[0]
     return 128 + _SIGNALS.get(name, 0)
+
+
+def refused_code(error: CommandRefusedError) -> int:
+    """As a shell would show it: 127 where there is no such program, 126 where it is none, 125 for other reasons.
+
+    envd's messages: ``envd/src/process``.
+    """
+    if re.fullmatch(r"executable '.*' not found in PATH", error.message, re.DOTALL):
+        return NOT_FOUND
+    found = re.fullmatch(r"error starting process '.*': executing the program: (.*)", error.message, re.DOTALL)
+    if found is None:
+        return NOT_RUN
+    return NOT_FOUND if found[1] in ("no such file or directory", "not a directory") else NOT_EXECUTABLE
 
 
 class Attended:

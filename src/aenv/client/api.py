@@ -146,6 +146,9 @@ class Api:
     def start_build(self, template_id: str, build_id: str, body: Json) -> None:
         self._post(f"/v2/templates/{quoted(template_id)}/builds/{quoted(build_id)}", body)
 
+    def cancel_build(self, template_id: str, build_id: str) -> None:
+        self.transport.request("DELETE", f"/templates/{quoted(template_id)}/builds/{quoted(build_id)}")
+
     def build_status(self, template_id: str, build_id: str, offset: int) -> Json:
         """State, and log entries from ``offset`` on (at most 100)."""
         path = f"/templates/{quoted(template_id)}/builds/{quoted(build_id)}/status"

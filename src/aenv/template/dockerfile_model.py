@@ -57,6 +57,7 @@ class Stage:
     entrypoint_alone: bool = False  # written for a shell, which gives it no arguments
     command: str = ""
     own_command: bool = False  # not that of the stage it begins with
+    has_entrypoint: bool = False  # the image's is not used, also where this one is empty
     ports: list[int] = field(default_factory=list)
 
     @property

@@ -311,6 +311,7 @@ class _Reader:
         argv = instruction.json()
         self._now.entrypoint = shlex.join([*self._now.shell, instruction.text] if argv is None else argv)
         self._now.entrypoint_alone = argv is None
+        self._now.has_entrypoint = True
         if not self._now.own_command:  # Docker's rule: an inherited CMD is not for another ENTRYPOINT
             self._now.command = ""
 

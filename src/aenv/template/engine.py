@@ -8,25 +8,28 @@ import asyncio
 import tarfile
 from collections.abc import Awaitable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
 
 from aenv.errors import AenvError, InvalidRequestError
 from aenv.orchestrator.builds import BuiltImage, CachedLayer, Failure
-from aenv.template import globs, growth, keys, scripts
+from aenv.template import globs, growth, keys, scripts, service_command
 from aenv.template.archives import Archives
 from aenv.template.cache import LayerCache
-from aenv.template.context import Context, after_dockerfile
+from aenv.template.context import Context, after_dockerfile, of_dockerfile
 from aenv.template.guest import BuildGuest, CommandFailedError
 from aenv.template.journal import Journal
 from aenv.template.machine import BuildMachine, Pins, Workshop
 from aenv.template.origin import Origin, Origins
 from aenv.template.plan import Plan, is_captured, resume_at, reusable, step_keys
+from aenv.template.service_command import Service
 from aenv.template.steps import Copy, Env, Run, Step, User, Workdir
 
 BASE, FINALIZE = "base", "finalize"  # the SDK's names of what comes before and after the steps
 READY_TIMEOUT = 600.0  # seconds from the start command to its first successful ready check
+OPTIONAL_TIMEOUT = 120.0  # for a command that nobody but the image asked for
 READY_INTERVAL = 0.5  # seconds between two ready checks
 READY_DEFAULT = "sleep 20"  # E2B's, for a start command without one
 MAX_MEMBERS = 1_000_000  # of an archive whose names have to be read
@@ -85,21 +88,20 @@ class _Run:
         origin = await self._origins.find(plan, self._journal)
         begin = keys.of_dockerfile(origin.key) if plan.dockerfile else origin.key
         chain = step_keys(begin, plan.steps)
-        start = plan.start_cmd or origin.start_cmd
-        ready = plan.ready_cmd or ("" if plan.start_cmd else origin.ready_cmd)
+        service = _service(plan, origin)
         final = keys.of_final(
             chain[-1] if chain else begin,
             plan.shape,
             self._workshop.vmm.fingerprint,
             self._workshop.initramfs_sha256,
-            start,
-            ready,
+            service.start,
+            service.ready,
             plan.min_free_mib,
         )
         if reusable(plan.steps, force=plan.force) == total and not plan.force:
             done = self._cache.get(final)
             if done is not None:
-                return self._unchanged(done, start, ready)
+                return self._unchanged(done, service)
         count = resume_at(plan.steps, chain, self._cached(chain), force=plan.force)
         for step in plan.steps[:count]:
             self._journal.write(f"CACHED [{step.number}/{total}] {step.label}", step=str(step.number))
@@ -112,21 +114,26 @@ class _Run:
             if is_captured(step):
                 await self._keep(machine, guest, key, context)
         self._step = FINALIZE
+        # What an image or a Dockerfile starts is started as Docker would.
+        runs_as = context
         if plan.dockerfile:
             context = after_dockerfile(context, origin.context, plan.steps)
-        return await self._finalize(machine, guest, context, final, start, ready)
+        elif origin.disk is not None and plan.image_command is not None and not plan.start_cmd:
+            config = origin.disk.config
+            runs_as = replace(context, user=of_dockerfile({}, origin.image_user, "").user, workdir=config.working_dir)
+        return await self._finalize(machine, guest, context, final, service, runs_as)
 
     def _cached(self, chain: list[str]) -> set[str]:
         rows = self._workshop.store.build_cache.rows
         return {key for key in chain if key in rows and self._cache.get(key) is not None}
 
-    def _unchanged(self, done: CachedLayer, start: str, ready: str) -> BuiltImage:
+    def _unchanged(self, done: CachedLayer, service: Service) -> BuiltImage:
         total = len(self._plan.steps)
         for step in self._plan.steps:
             self._journal.write(f"CACHED [{step.number}/{total}] {step.label}", step=str(step.number))
         self._journal.write("CACHED finalize: nothing has changed since the last build", step=FINALIZE)
         self._pins.add(done.snapshot_id)
-        return self._image(done.snapshot_id, Context(done.env_vars, done.user, done.workdir), start, ready)
+        return self._image(done.snapshot_id, Context(done.env_vars, done.user, done.workdir), service)
 
     async def _begin(self, origin: Origin, chain: list[str], count: int) -> tuple[Context, BuildMachine]:
         """The context and the machine as they are after ``count`` steps."""
@@ -222,52 +229,72 @@ class _Run:
         )
 
     async def _finalize(
-        self, machine: BuildMachine, guest: BuildGuest, context: Context, final: str, start: str, ready: str
+        self,
+        machine: BuildMachine,
+        guest: BuildGuest,
+        context: Context,
+        final: str,
+        service: Service,
+        runs_as: Context,
     ) -> BuiltImage:
         if self._plan.min_free_mib:
             await growth.ensure_free(machine, guest, self._journal, self._plan.min_free_mib, FINALIZE)
-        if start or ready:
-            await self._bring_up(guest, context, start, ready or (READY_DEFAULT if start else ""))
+        if service.start or service.ready:
+            await self._bring_up(guest, runs_as, service)
         self._journal.write("saving the template", step=FINALIZE)
         await guest.sync()
         snapshot = await machine.finish()
         self._cache.put(self._layer(final, snapshot.id, context))
-        return self._image(snapshot.id, context, start, ready)
+        return self._image(snapshot.id, context, service)
 
-    async def _bring_up(self, guest: BuildGuest, context: Context, start: str, ready: str) -> None:
+    async def _bring_up(self, guest: BuildGuest, context: Context, service: Service) -> None:
         """Run the start command and wait until the ready command succeeds."""
-        service: asyncio.Task[None] | None = None
-        if start:
-            self._journal.write(f"starting: {start}", step=FINALIZE)
-            service = asyncio.create_task(guest.start(start, context, step=FINALIZE))
+        if not service.optional:
+            await self._until_up(guest, context, service, READY_TIMEOUT)
+            return
+        try:
+            await self._until_up(guest, context, service, OPTIONAL_TIMEOUT)
+        except CommandFailedError as error:
+            self._journal.write(f"going on without the image's command: {error}", level="warn", step=FINALIZE)
+
+    async def _until_up(self, guest: BuildGuest, context: Context, service: Service, timeout: float) -> None:
+        running: asyncio.Task[None] | None = None
+        if service.start:
+            self._journal.write(f"starting: {service.start}", step=FINALIZE)
+            running = asyncio.create_task(guest.start(service.start, context, step=FINALIZE))
+        ready = service.ready or READY_DEFAULT
         self._journal.write(f"waiting until ready: {ready}", step=FINALIZE)
-        waiting = asyncio.create_task(self._until_ready(guest, context, ready))
-        pending = {waiting} if service is None else {waiting, service}
+        waiting = asyncio.create_task(self._until_ready(guest, context, ready, timeout))
+        pending = {waiting} if running is None else {waiting, running}
         try:
             await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            if not waiting.done() and service is not None and service.exception() is None:
+            ended_well = running is not None and running.done() and running.exception() is None
+            if ended_well and service.optional and not service.ready:
+                self._journal.write("it has ended, so there is nothing to wait for", step=FINALIZE)
+                return
+            if not waiting.done() and ended_well:
                 await asyncio.wait({waiting})  # it ended well, as one that starts a daemon does
             if waiting.done():
                 await waiting
-            elif service is not None:
-                await self._named(f"the start command {start!r} ended before it was ready", service)
+            elif running is not None:
+                await self._named(f"the start command {service.start!r} ended before it was ready", running)
         finally:
             for task in pending:
                 task.cancel()
             await asyncio.gather(*pending, return_exceptions=True)
         self._journal.write("ready", step=FINALIZE)
 
-    async def _until_ready(self, guest: BuildGuest, context: Context, ready: str) -> None:
+    async def _until_ready(self, guest: BuildGuest, context: Context, ready: str, timeout: float) -> None:
         try:
-            async with asyncio.timeout(READY_TIMEOUT):
+            async with asyncio.timeout(timeout):
                 while not await guest.check(ready, context):  # noqa: ASYNC110 - the guest has no event for it
                     await asyncio.sleep(READY_INTERVAL)
         except TimeoutError:
             raise CommandFailedError(
-                f"the ready command {ready!r} did not succeed within {READY_TIMEOUT:.0f} seconds"
+                f"the ready command {ready!r} did not succeed within {timeout:.0f} seconds"
             ) from None
 
-    def _image(self, snapshot_id: str, context: Context, start: str, ready: str) -> BuiltImage:
+    def _image(self, snapshot_id: str, context: Context, service: Service) -> BuiltImage:
         snapshot = self._workshop.store.snapshots[snapshot_id]
         return BuiltImage(
             snapshot_id=snapshot_id,
@@ -279,9 +306,19 @@ class _Run:
             env_vars=dict(context.env),
             default_user=context.user,
             default_workdir=context.workdir,
-            start_cmd=start,
-            ready_cmd=ready,
+            start_cmd=service.start,
+            ready_cmd=service.ready,
         )
+
+
+def _service(plan: Plan, origin: Origin) -> Service:
+    if plan.start_cmd:
+        return Service(plan.start_cmd, plan.ready_cmd)
+    if plan.image_command is not None and origin.disk is not None:
+        return service_command.of_image(origin.disk.config, plan.image_command, plan.ready_cmd)
+    if plan.image_command:
+        return Service(plan.image_command, plan.ready_cmd)
+    return Service(origin.start_cmd, plan.ready_cmd or origin.ready_cmd)
 
 
 def _quoted(command: str) -> str:

@@ -41,6 +41,7 @@ class Origin:
     snapshot: Snapshot | None = None
     initramfs_sha256: str = ""  # of the snapshot's guest
     disk: ImageDisk | None = None
+    image_user: str = ""  # of that image's configuration, by name
     settled: bool = True  # whether the snapshot's disk has all that its guest wrote
     start_cmd: str = ""  # of the template it comes from; it runs in the snapshot
     ready_cmd: str = ""
@@ -95,7 +96,7 @@ class Origins:
         begin = contexts.of_dockerfile if plan.dockerfile else contexts.of_image
         context = begin(config.env, user, config.working_dir)
         key = keys.of_image(config.digest, disk.volume.virtual_size // MIB)
-        return Origin(key, context, disk=disk)
+        return Origin(key, context, disk=disk, image_user=user)
 
     async def start(self, origin: Origin, plan: Plan, journal: Journal, pins: Pins) -> BuildMachine:
         """A machine of the plan's shape that is as ``origin`` says."""

@@ -22,7 +22,8 @@ class Plan:
     """A build's work. Exactly one of ``image`` and ``template`` is set; ``force`` ignores everything cached.
 
     ``template`` may be a saved snapshot: whatever sandboxes start from. ``dockerfile``: the steps are one's, see
-    ``context.of_dockerfile``.
+    ``context.of_dockerfile``. ``image_command``: run the image's ENTRYPOINT with these words, or with its CMD if they
+    are empty; None: run neither.
     """
 
     shape: MachineShape
@@ -35,6 +36,7 @@ class Plan:
     min_free_mib: int = 0  # of the disk after the steps
     force: bool = False
     dockerfile: bool = False
+    image_command: str | None = None
 
 
 def is_captured(step: Step) -> bool:

@@ -53,6 +53,7 @@ class BuildStart:
     ready_cmd: str = ""
     force: bool = False
     dockerfile: bool = False
+    image_command: str | None = None
 
 
 class TemplateService:
@@ -188,6 +189,7 @@ class TemplateService:
             min_free_mib=build.min_free_mib,
             force=body.force,
             dockerfile=body.dockerfile,
+            image_command=body.image_command,
         )
 
     async def _run(self, build: Build, plan: Plan) -> None:
@@ -255,6 +257,25 @@ class TemplateService:
         if build is None or template_id.lower() not in (build.template_id, build.name):
             raise NotFoundError(f"Build {build_id!r} of template {template_id!r} not found.")
         return build
+
+    async def cancel(self, template_id: str, build_id: str) -> None:
+        """End a build and forget it; its template stays as it is. Raises NotFoundError, ConflictError."""
+        build = self.build(template_id, build_id)
+        if build.status.final:
+            raise ConflictError(f"Build {build_id} has ended.", "Its template can be deleted, or its tags removed.")
+        with self._store.transaction():
+            self._store.builds.delete(build.id)  # a task that ends just now publishes nothing
+        await self._cancel([build])
+
+    async def _cancel(self, builds: Sequence[Build]) -> None:
+        """End the tasks of builds whose records are gone, and what they left."""
+        tasks = [task for build in builds if (task := self._tasks.get(build.id)) is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for build in builds:
+            self._journals.remove(build.id)
+        self._workshop.checkpoints.collect_garbage()
 
     def builds_of(self, template_id: str) -> Sequence[Build]:
         """Newest first."""
@@ -332,13 +353,7 @@ class TemplateService:
                 self._store.templates.delete(template_id)
             for build in builds:
                 self._store.builds.delete(build.id)
-        tasks = [task for build in builds if (task := self._tasks.get(build.id)) is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for build in builds:
-            self._journals.remove(build.id)
-        self._workshop.checkpoints.collect_garbage()
+        await self._cancel(builds)
 
     # -- tags -------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from aenv.client.transport import Transport
 from aenv.errors import AenvError, InvalidRequestError
 from aenv.template import dockerfile, dockerfile_plan
 from aenv.template.dockerfile_model import CopyFiles, Plan, Stage, Step
+from aenv.template.ready import port_check
 from aenv.template.steps import Env, Run, User, Workdir
 
 
@@ -60,8 +61,9 @@ def build(
 ) -> None:
     """Make a template from a Dockerfile.
 
-    Every step runs in a microVM of the server and is cached there. ENTRYPOINT and CMD run at the end, and sandboxes
-    find them running; ready is when the first port of EXPOSE is open, unless --ready or --ready-port say otherwise.
+    Every step runs in a microVM of the server and is cached there. ENTRYPOINT and CMD, or the image's where the
+    Dockerfile has none, run at the end, and sandboxes find them running; ready is when the first port of EXPOSE is
+    open, unless --ready or --ready-port say otherwise.
     """
     path = Path(file) / "Dockerfile" if Path(file).is_dir() else Path(file)
     try:
@@ -75,10 +77,13 @@ def build(
     if image is not None:
         plan.target.image = image
     commands = start_commands(start, ready, ready_port)
-    if start is None and not no_start and plan.target.start_command:
-        commands["startCmd"] = plan.target.start_command
-        if "readyCmd" not in commands and plan.target.ports:
-            commands["readyCmd"] = builds.port_check(plan.target.ports[0])
+    if start is None and not no_start:
+        if plan.target.has_entrypoint:
+            commands["startCmd"] = plan.target.start_command
+        else:
+            commands["imageCommand"] = plan.target.start_command
+        if "readyCmd" not in commands and plan.target.ports and plan.target.start_command:
+            commands["readyCmd"] = port_check(plan.target.ports[0])
     for warning in plan.warnings:
         output.say(f"{path}: {warning}")
     api = session.connect()

@@ -12,12 +12,11 @@ import click
 from aenv.cli import options, session, shell
 from aenv.cli.help import command
 from aenv.cli.output import complain
-from aenv.client.connect import Ended, Output, Started
+from aenv.client.connect import CommandRefusedError, Ended, Output, Started
 from aenv.client.sandbox import ProcessStream, SandboxClient
 from aenv.client.transport import UnreachableError
 from aenv.errors import AenvError
 
-NOT_RUN = 125  # the code when the command could not be run, as docker's
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL for an interrupted command
 INPUT_BLOCK = 32 * 1024  # bytes of input sent at once
 
@@ -56,7 +55,8 @@ def execute(
     """Run a command in a sandbox.
 
     Standard input, output and errors are the command's, and so is the exit code: 128 and the signal's number if one
-    ended it, 125 if it could not be run. Ctrl-C ends the command.
+    ended it, 127 if there is no such program, 126 if it is none that can be run, 125 if something else kept it from
+    running. Ctrl-C ends the command.
     """
     argv = command_line(list(arguments))
     envs = dict(environment)
@@ -73,7 +73,7 @@ def execute(
             code = _Command(client, stream, with_input=not no_stdin).run()
     except AenvError as error:
         complain(error.message, error.hint)
-        code = NOT_RUN
+        code = shell.refused_code(error) if isinstance(error, CommandRefusedError) else shell.NOT_RUN
     raise click.exceptions.Exit(code)
 
 

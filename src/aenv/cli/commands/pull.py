@@ -9,6 +9,7 @@ from aenv.cli import builds, options, output, session
 from aenv.cli.help import command
 from aenv.cli.options import Function
 from aenv.client.api import Json
+from aenv.template.ready import port_check
 
 
 def template_options(function: Function) -> Function:
@@ -42,6 +43,7 @@ aenv pull registry.example.org/team/app --username me --password-stdin < token
 )
 @click.argument("image", metavar="IMAGE", help="Reference of an OCI or Docker image.")
 @template_options
+@click.option("--no-start", is_flag=True, help="Do not run the image's ENTRYPOINT and CMD.")
 @click.option("--username", metavar="NAME", help="For the image's registry.")
 @click.option("--password-stdin", is_flag=True, help="Read the registry's password from standard input.")
 @options.output_option
@@ -54,14 +56,22 @@ def pull(
     cpu: int | None,
     memory: int | None,
     fresh: bool,
+    no_start: bool,
     username: str | None,
     password_stdin: bool,
     form: str | None,
 ) -> None:
-    """Make a template from a container image."""
+    """Make a template from a container image.
+
+    The image's ENTRYPOINT and CMD run when the template is made, and sandboxes find them running; ready is when the
+    first port of EXPOSE is open, unless --ready or --ready-port say otherwise. An image whose command ends, as a
+    shell does, or fails, becomes a template without it.
+    """
     if (username is None) == password_stdin:
         raise click.UsageError("--username and --password-stdin go together.")
     body: Json = {"fromImage": image, "force": fresh, **start_commands(start, ready, ready_port)}
+    if start is None and not no_start:
+        body["imageCommand"] = ""
     if username is not None:
         password = sys.stdin.read().strip()
         body["fromImageRegistry"] = {"type": "registry", "username": username, "password": password}
@@ -76,7 +86,7 @@ def start_commands(start: str | None, ready: str | None, port: int | None) -> Js
     if ready is not None and port is not None:
         raise click.UsageError("--ready and --ready-port say the same thing twice: use one of them.")
     if port is not None:
-        ready = builds.port_check(port)
+        ready = port_check(port)
     return ({"startCmd": start} if start else {}) | ({"readyCmd": ready} if ready else {})
 
 
