@@ -1,0 +1,88 @@
+"""Holding a process at an open and at a write."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from aenv.errors import VmmError
+from aenv.vmm.firecracker.gate import OpenGate, StatePipe
+
+OPENER = "import sys; open(sys.argv[1]).close(); print('open', flush=True)"
+WRITER = "import sys; open(sys.argv[1], 'wb').write(bytes(int(sys.argv[2])))"
+
+
+@pytest.fixture
+def root() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs CAP_SYS_ADMIN")
+
+
+async def python(*arguments: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(sys.executable, "-c", *arguments, stdout=subprocess.PIPE)
+
+
+async def test_who_opens_the_file_waits_until_the_gate_is_closed(root: None, tmp_path: Path) -> None:
+    (file := tmp_path / "disk").touch()
+    gate = OpenGate(file)
+    opener = await python(OPENER, str(file))
+    await asyncio.wait_for(gate.reached_by(opener.pid), 30)
+    assert opener.stdout is not None
+    line = asyncio.create_task(opener.stdout.readline())
+    done, _ = await asyncio.wait({line}, timeout=0.1)
+    assert not done
+    gate.close()
+    gate.close()
+    assert await line == b"open\n"
+    assert await opener.wait() == 0
+
+
+async def test_others_pass(root: None, tmp_path: Path) -> None:
+    (file := tmp_path / "disk").touch()
+    gate = OpenGate(file)
+    waiting = asyncio.create_task(gate.reached_by(1))
+    try:
+        for _ in range(3):
+            other = await python(OPENER, str(file))
+            assert await asyncio.wait_for(other.wait(), 30) == 0
+        assert not waiting.done()
+    finally:
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        gate.close()
+
+
+async def test_a_file_that_is_not_there_is_told(root: None, tmp_path: Path) -> None:
+    with pytest.raises(VmmError, match="No such file"):
+        OpenGate(tmp_path / "none")
+
+
+async def test_a_writer_waits_until_its_state_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "save"
+    os.mkfifo(path)
+    for size in (4097, 30_000, 2_000_000):
+        pipe = StatePipe(path)
+        writer = await python(WRITER, str(path), str(size))
+        await asyncio.wait_for(pipe.started(), 30)
+        waiting = asyncio.create_task(writer.wait())
+        done, _ = await asyncio.wait({waiting}, timeout=0.1)
+        assert not done
+        assert await asyncio.to_thread(pipe.read) == bytes(size)
+        assert await waiting == 0
+        pipe.close()
+        pipe.close()
+
+
+async def test_a_state_that_would_not_have_held_its_writer_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "save"
+    os.mkfifo(path)
+    pipe = StatePipe(path)
+    writer = await python(WRITER, str(path), "4096")
+    await asyncio.wait_for(pipe.started(), 30)
+    with pytest.raises(VmmError, match="4096 bytes"):
+        await asyncio.to_thread(pipe.read)
+    pipe.close()
+    await writer.wait()
