@@ -33,9 +33,14 @@ class Inmate:
         folder.mkdir()
         self.jail: Jail = jailer.prepare(folder.name, folder, jailer.limits(1, memory))
         ours, theirs = socket.socketpair()
-        with theirs:
-            argv = [str(program), str(theirs.fileno())]
-            self.pid = self.jail.launch(argv, None, folder / "log", [theirs.fileno()])
+        try:
+            with theirs:
+                argv = [str(program), str(theirs.fileno())]
+                self.pid = self.jail.launch(argv, None, folder / "log", [theirs.fileno()])
+        except BaseException:
+            ours.close()
+            self.jail.close()
+            raise
         ours.settimeout(60)
         self._link = ours
         self._lines = ours.makefile("r")

@@ -17,6 +17,7 @@ from aenv.vmm.protocol import MemoryImage
 from aenv.vmm.qemu import STATE, QemuVm
 from aenv.vmm.qemu_record import Record
 from aenv.vmm.qemu_vmm import OVERHEAD, QemuVmm
+from tests.node.process import wait_for
 from tests.vmm.conftest import SHAPE, Children, Frozen, Namespaces, ask
 from tests.vmm.test_jail import mounts_of, status_of
 
@@ -37,9 +38,7 @@ def given(vm: QemuVm, frozen: Frozen, *layers: Path) -> set[str]:
 
 async def has_only(vm: QemuVm, expected: set[str]) -> None:
     """What QEMU has read and needs no more goes while the guest runs already."""
-    async with asyncio.timeout(20):
-        while files_of(vm) != expected:
-            await asyncio.sleep(0.01)
+    await asyncio.to_thread(wait_for, lambda: files_of(vm) == expected, f"{vm.id} to have only its files", 20)
 
 
 async def test_a_restored_vm_has_its_own_files_and_no_right(

@@ -1,8 +1,10 @@
 """Jails: what a program in one can do, which is nothing, and what is left of one, which is nothing as well."""
 
 import os
+import shutil
 import socket
 import stat
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -33,12 +35,17 @@ def mounts_of(pid: int | str) -> dict[str, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def program(root_only: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("program")
-    for parent in (folder, *folder.parents):
-        if not parent.stat().st_mode & 0o001:  # pytest's own are its user's alone
-            parent.chmod(parent.stat().st_mode | 0o011)
-    if (built := inmate.build(folder)) is None:
+def open_folder(root_only: None) -> Iterator[Path]:
+    """Where every user gets to. pytest's folders are its user's alone, and each of its runs makes them so again."""
+    folder = Path(tempfile.mkdtemp(prefix="aenv-jail-", dir="/var/tmp"))
+    folder.chmod(0o777)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def program(open_folder: Path) -> Path:
+    if (built := inmate.build(open_folder)) is None:
         pytest.skip("needs a C compiler")
     return built
 
@@ -65,44 +72,43 @@ def launch(jailer: Jailer, program: Path, tmp_path: Path) -> Iterator[Launch]:
 
 
 @pytest.fixture
-def secret(tmp_path: Path) -> Path:
-    """A file and a socket that nothing but the jail protects."""
-    file = tmp_path / "secret"
+def secret(open_folder: Path) -> Path:
+    """A file that nothing but the jail protects."""
+    file = open_folder / "secret"
     file.write_text("secret")
-    for parent in tmp_path.parents:
-        if not parent.stat().st_mode & 0o001:
-            parent.chmod(0o711)
-    tmp_path.chmod(0o777)
     file.chmod(0o666)
     return file
 
 
-def test_the_same_program_without_a_jail_gets_at_everything(launch: Launch, secret: Path, tmp_path: Path) -> None:
+def test_the_same_program_without_a_jail_gets_at_everything(
+    launch: Launch, secret: Path, open_folder: Path, tmp_path: Path
+) -> None:
     """Or else the refusals below would prove nothing."""
     free = launch("free", by=Jailer(JailSettings(mode="off", node=NODE), tmp_path, tmp_path))
     with socket.socket(socket.AF_UNIX) as api, socket.socket() as server:
-        api.bind(str(tmp_path / "api.sock"))
+        api.bind(str(open_folder / "api.sock"))
         api.listen()
         server.bind(("127.0.0.1", 0))
         server.listen()
         for attempt in (
-            f"read {secret}", f"write {tmp_path}/made", f"connect {tmp_path}/api.sock",
+            f"read {secret}", f"write {open_folder}/made", f"connect {open_folder}/api.sock",
             f"tcp {server.getsockname()[1]}", "netlink", "read /etc/shadow", "become 0", "unshare",
         ):  # fmt: skip
             assert free.ask(attempt).startswith("ok"), attempt
+    (open_folder / "api.sock").unlink()
     assert "etc" in free.ask("list /").split()
 
 
-def test_an_escaped_guest_finds_nothing(launch: Launch, secret: Path, tmp_path: Path) -> None:
+def test_an_escaped_guest_finds_nothing(launch: Launch, secret: Path, open_folder: Path, tmp_path: Path) -> None:
     own, other = tmp_path / "own", tmp_path / "other"
     own.write_text("own")
     other.write_text("other")
     neighbour = launch("neighbour", Share(other, writable=True))
     guest = launch("guest", Share(own, "/disk", writable=True), Share(secret, "/memory"))
     with socket.socket(socket.AF_UNIX) as api, socket.socket() as server:
-        api.bind(str(tmp_path / "api.sock"))
+        api.bind(str(open_folder / "api.sock"))
         api.listen()
-        (tmp_path / "api.sock").chmod(0o777)
+        (open_folder / "api.sock").chmod(0o777)
         server.bind(("127.0.0.1", 0))
         server.listen()
         expected = {
@@ -115,12 +121,12 @@ def test_an_escaped_guest_finds_nothing(launch: Launch, secret: Path, tmp_path: 
             "read /etc/shadow": "ENOENT",
             f"read {secret}": "ENOENT",
             f"read {other}": "ENOENT",
-            f"write {tmp_path}/made": "ENOENT",
+            f"write {open_folder}/made": "ENOENT",
             "write /made": "EACCES",
             "write /dev/made": "EACCES",
             "list /proc": "ENOENT",
             "list /sys": "ENOENT",
-            f"connect {tmp_path}/api.sock": "ENOENT",
+            f"connect {open_folder}/api.sock": "ENOENT",
             "connect /run/docker.sock": "ENOENT",
             f"tcp {server.getsockname()[1]}": "EPERM",
             "netlink": "EPERM",
@@ -139,6 +145,7 @@ def test_an_escaped_guest_finds_nothing(launch: Launch, secret: Path, tmp_path: 
             "raise": "EPERM",
         }
         answers = {line: guest.ask(line) for line in expected}
+    (open_folder / "api.sock").unlink()
     inside = sorted(answers["list /"].split()[1:])
     assert inside == ["dev", "disk", "memory"]
     assert answers["list /dev"] == "ok"
