@@ -114,7 +114,14 @@ class Settings(BaseSettings):
     )
     accelerator: Literal["auto", "kvm", "pvm", "tcg"] = Field("auto", description="auto probes by booting the kernel")
     qemu: str = Field("qemu-system-x86_64", description="QEMU system emulator, 10 or newer")
-    firecracker: str = Field("firecracker", description="Firecracker, one of its two newest releases")
+    firecracker: str = Field(
+        "firecracker", description="Firecracker; on PATH, or as `aenv-server setup --firecracker` loaded it"
+    )
+    firecracker_sha256: str | None = Field(
+        None,
+        pattern=r"^[0-9a-fA-F]{64}$",
+        description="Of the archive that `aenv-server setup --firecracker` loads; the published one when unset",
+    )
     pvm_kernel: Path | None = Field(None, description="Guest kernel made for PVM hosts (ELF); needed for pvm")
     disk_export: Literal["auto", "ublk", "fuse"] = Field(
         "auto", description="How Firecracker gets a sandbox's disk; auto takes ublk where the kernel has it"

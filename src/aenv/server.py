@@ -31,6 +31,8 @@ from aenv.keys import load_or_create
 from aenv.log import configure
 from aenv.observability.host import Host
 from aenv.storage.layout import Layout
+from aenv.vmm.choice import installed_in
+from aenv.vmm.firecracker.release import install
 
 log = structlog.get_logger()
 cli = typer.Typer(add_completion=False, help="Run an AgentENV node.", pretty_exceptions_enable=False)
@@ -162,10 +164,20 @@ def main_command(
 
 
 @cli.command()
-def setup(home: Home = None) -> None:
+def setup(
+    home: Home = None,
+    firecracker: Annotated[
+        bool, typer.Option("--firecracker", help="First load Firecracker from its public releases, checked.")
+    ] = False,
+) -> None:
     """Prepare kernel, initramfs and the base template, then exit."""
 
     async def prepare(settings: Settings) -> None:
+        if firecracker:
+            installed = await install(
+                installed_in(settings.home), progress=_log_progress, sha256=settings.firecracker_sha256
+            )
+            log.info("Firecracker is there", path=str(installed))
         async with running_node(settings, _log_progress):
             pass
 

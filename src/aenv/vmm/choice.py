@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -10,9 +11,10 @@ from aenv.errors import VmmError
 from aenv.vmm import qemu_command
 from aenv.vmm.cgroup_limits import IoLimits
 from aenv.vmm.disk.choice import ExportKind, choose_exporter
-from aenv.vmm.firecracker.binary import find_firecracker
+from aenv.vmm.firecracker.binary import FirecrackerBinary, find_firecracker
 from aenv.vmm.firecracker.options import FirecrackerOptions, RateLimit
 from aenv.vmm.firecracker.probe import remembered_probe as remembered_firecracker_probe
+from aenv.vmm.firecracker.release import PINNED
 from aenv.vmm.firecracker.vmm import FirecrackerVmm
 from aenv.vmm.firecracker.vmm import fingerprint as firecracker_fingerprint
 from aenv.vmm.jail import Jailer
@@ -92,11 +94,17 @@ class Hypervisors:
             return await remembered_probe(
                 settings.home, qemu, candidate.accelerator, self._kernel, self._initramfs, digest
             )
-        kernel, firecracker = self._kernel_for(candidate), await find_firecracker(settings.firecracker)
+        kernel, firecracker = self._kernel_for(candidate), await self._firecracker()
         digest = await self._tell(candidate, kernel)
         return await remembered_firecracker_probe(
             settings.home, firecracker, candidate.accelerator, kernel, self._initramfs, digest
         )
+
+    async def _firecracker(self) -> FirecrackerBinary:
+        """What is configured, else what ``aenv-server setup`` loaded. Raises VmmError."""
+        name = self._settings.firecracker
+        loaded = installed_in(self._settings.home) / f"firecracker-v{PINNED}"
+        return await find_firecracker(name if shutil.which(name) or not loaded.exists() else str(loaded))
 
     async def _tell(self, candidate: Candidate, kernel: Path) -> str:
         """Say what is going on; the kernel's digest."""
@@ -117,7 +125,7 @@ class Hypervisors:
         digest = await asyncio.to_thread(sha256_of, kernel)
         self._jailer = await asyncio.to_thread(make_jailer, settings)
         if candidate.vmm == "firecracker":
-            binary = await find_firecracker(settings.firecracker)
+            binary = await self._firecracker()
             return FirecrackerVmm(
                 settings.home,
                 settings.runtime,
@@ -141,6 +149,11 @@ class Hypervisors:
             digest,
             self._jailer,
         )
+
+
+def installed_in(home: Path) -> Path:
+    """Where hypervisors that a node loaded itself are."""
+    return home / "bin"
 
 
 def make_jailer(settings: Settings) -> Jailer:

@@ -27,7 +27,7 @@ class FirecrackerBinary:
 async def find_firecracker(name: str) -> FirecrackerBinary:
     """The binary and its version. Raises VmmError when it is missing, broken or of a release not supported."""
     releases = " or ".join(f"{major}.{minor}" for major, minor in SUPPORTED)
-    advice = f"Install Firecracker {releases} (aenv-server setup does), or set AENV_FIRECRACKER."
+    advice = f"Install Firecracker {releases} (aenv-server setup --firecracker does), or set AENV_FIRECRACKER."
     path = shutil.which(name)
     if path is None:
         raise VmmError(f"Firecracker ({name}) is not installed.", advice)
