@@ -2,7 +2,7 @@
 
 Guest memory is mapped as Firecracker maps it. One thread does everything, so a request that waits in a system call
 stops all, as there. After each request it does what a device may do: it writes ``LATER`` into guest memory. It notes
-each request, and what was in memory when it opened its disk, in ``journal`` of its working directory.
+each request, and what was in memory when it made its devices, in ``journal`` of its working directory.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from typing import BinaryIO
 COMMAND_LINE, LATER_AT, LATER = 0x20000, 0x30000, b"a packet that came later"
 MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000  # mmap(2)
 STATE = b"device state " * 1000
-WATCHED = 0x40000, 16  # what it notes of memory when it opens its disk
+WATCHED = 0x40000, 16  # what it notes of memory when it makes its devices
 
 
 class RefusedError(Exception):
@@ -55,7 +55,7 @@ class Fake:
         source = self.config["/boot-source"]
         for key in ("kernel_image_path", "initrd_path"):
             Path(str(source[key])).read_bytes()
-        self.open_disk()
+        self.open_console()
         size = int(str(self.config["/machine-config"]["mem_size_mib"])) << 20
         self.memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
         line = str(source["boot_args"]).encode()
@@ -70,10 +70,12 @@ class Fake:
         assert isinstance(backend, dict)
         with open(str(backend["backend_path"]), "rb") as file:
             self.memory = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
-        self.open_disk()
+        self.open_console()
         self.state = "Paused"
 
-    def open_disk(self) -> None:
+    def open_console(self) -> None:
+        with open(str(self.config["/serial"]["serial_out_path"]), "r+b") as console:
+            console.write(b"serial console\n")
         with open("dev/disk", "r+b"):
             pass
         if self.memory is not None:
@@ -130,7 +132,6 @@ def main() -> None:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(arguments.api_sock)
     listener.listen(4)
-    print("serial console", flush=True)
     fake = Fake()
     links = selectors.DefaultSelector()
     links.register(listener, selectors.EVENT_READ)

@@ -196,7 +196,8 @@ async def test_a_delta_is_in_memory_before_any_device_is_there(
     opened = [entry for entry in journal(vm) if "opened" in entry]
     assert [bytes.fromhex(entry["opened"]) for entry in opened] == [b"new words and more"[:size]]
     assert paths(vm) == [
-        "/snapshot/load", f"/drives/{requests.ROOT_DRIVE}", f"/network-interfaces/{requests.NETWORK_CARD}", "/vm",
+        "/serial", "/snapshot/load",
+        f"/drives/{requests.ROOT_DRIVE}", f"/network-interfaces/{requests.NETWORK_CARD}", "/vm",
     ]  # fmt: skip
     await vm.stop()
     await vm.capture(tmp_path / "s", tmp_path / "d")

@@ -24,11 +24,12 @@ ERRORS = Path("errors.log")  # what it prints
 
 
 class Cell:
-    """The surroundings of one process: its jail, and its runtime ``directory``."""
+    """The surroundings of one process: its jail, its runtime ``directory``, and where its guest's console goes."""
 
-    def __init__(self, jail: Jail, directory: Path) -> None:
+    def __init__(self, jail: Jail, directory: Path, console: Path) -> None:
         self._jail = jail
         self._directory = directory
+        self._console = console
 
     @property
     def user(self) -> int | None:
@@ -39,17 +40,17 @@ class Cell:
         """How the process calls a file of its lobby before it is enclosed."""
         return str(self._jail.lobby_path(self._directory / file))
 
-    def launch(self, argv: Sequence[str], netns: str, tap: str, console: Path) -> int:
-        """Start it, in a network namespace with its tap; it prints the guest's serial console. Its pid."""
+    def launch(self, argv: Sequence[str], netns: str, tap: str) -> int:
+        """Start it, in a network namespace with its tap. Its pid."""
         directory = self._directory
         if self._jail.user is not None:
             process.give_tap(netns, tap, self._jail.user)
-        return self._jail.launch(
-            argv, netns, directory / ERRORS, [], output=console, lobby=directory / LOBBY, directory=directory
-        )
+        return self._jail.launch(argv, netns, directory / ERRORS, [], lobby=directory / LOBBY, directory=directory)
 
     def prepare(self) -> None:
-        """Make what it needs in its directory, before it is launched."""
+        """Make the files that it needs, before it is launched."""
+        self._console.parent.mkdir(parents=True, exist_ok=True)
+        self._console.touch()
         (self._directory / LOBBY).mkdir(0o700)
         os.mkfifo(self._directory / requests.SAVE, 0o600)
         if self._jail.user is not None:
@@ -60,6 +61,7 @@ class Cell:
         devices = [Share(Path(path)) for path in DEVICES if Path(path).exists()]
         save = self._directory / requests.SAVE
         self._jail.enclose([*devices, Share(save, f"/{requests.SAVE}", writable=True)])
+        self.provide({requests.CONSOLE: self._console}, writable=True)
 
     def provide(self, files: Mapping[str, Path], *, writable: bool = False) -> None:
         """Let it open the host's files and devices by these names; a name that is taken is replaced."""

@@ -6,7 +6,7 @@ network is dead ("id 0 is not a head"). Firecracker runs devices and requests in
 stops both.
 
 Saving waits in ``write``: state goes into a pipe that is smaller than it is (``StatePipe``). Loading waits in
-``open`` of the disk, which comes after memory was mapped and before the devices that use it (``OpenGate``).
+``open`` of the console's file, which comes after memory was mapped and before the devices that use it (``OpenGate``).
 """
 
 import asyncio
@@ -31,7 +31,7 @@ _libc.fanotify_mark.argtypes = [ctypes.c_int, ctypes.c_uint, ctypes.c_uint64, ct
 
 
 class OpenGate:
-    """Whoever opens a file waits: a permission event of fanotify(7).
+    """Whoever opens a regular file waits: a permission event of fanotify(7), of which there are none for devices.
 
     It opens when it is closed, and when this server dies. Made and closed anywhere, used on the event loop.
     """

@@ -17,6 +17,7 @@ from aenv.vmm.protocol import MachineShape, NetworkAttachment
 DISK = "dev/disk"  # it may be a block device, which a jail has below /dev only
 KERNEL, INITRAMFS, MEMORY, STATE = "kernel", "initramfs", "memory", "state"
 SAVE = "save"  # a named pipe for device state
+CONSOLE = "console"  # what the guest's serial port prints
 NOWHERE = "nowhere/memory"  # in a folder that does not exist
 ROOT_DRIVE, NETWORK_CARD = "root", "eth0"
 DEVICE_MODEL = "virtio-mmio: block, net, rng, balloon"
@@ -72,6 +73,11 @@ def machine_config(shape: MachineShape) -> Request:
 
 def boot_source(line: str) -> Request:
     return Request("PUT", "/boot-source", {"kernel_image_path": KERNEL, "initrd_path": INITRAMFS, "boot_args": line})
+
+
+def serial() -> Request:
+    """Also before a snapshot is loaded, and forgotten by none."""
+    return Request("PUT", "/serial", {"serial_out_path": CONSOLE})
 
 
 def drive(options: FirecrackerOptions) -> Request:

@@ -239,7 +239,7 @@ class FirecrackerVm:
 
     async def _load_held(self, memory: MemoryImage) -> None:
         """Load, and put the delta into memory before there is a device that uses it."""
-        gate = await self._blocking(lambda: OpenGate(self._cell.outside(requests.DISK, self.pid)))
+        gate = await self._blocking(lambda: OpenGate(self._cell.outside(requests.CONSOLE, self.pid)))
         loading = asyncio.create_task(self._api.send(requests.load(self.network), STATE_TIMEOUT))
         try:
             await _first(gate.reached_by(self.pid), loading)

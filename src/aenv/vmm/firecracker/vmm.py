@@ -107,6 +107,7 @@ class FirecrackerVmm:
             finally:
                 await saved
             await self._blocking(cell.enclose)
+            await api.send(requests.serial())
             return vm
         except BaseException:
             await asyncio.shield(vm.kill())
@@ -157,7 +158,7 @@ class FirecrackerVmm:
             await self._sweep(vm_id)
             return None
         return FirecrackerVm(
-            vm_id, directory, self._console(vm_id), record, proc, api, Cell(jail, directory),
+            vm_id, directory, self._console(vm_id), record, proc, api, Cell(jail, directory, self._console(vm_id)),
             self._exporter, export, self._options, self._executor,
         )  # fmt: skip
 
@@ -186,20 +187,19 @@ class FirecrackerVmm:
             await asyncio.gather(ended, ready, return_exceptions=True)
 
     def _launch(self, vm_id: str, shape: MachineShape, network: NetworkAttachment) -> tuple[int, Cell]:
-        directory, console = self._directory(vm_id), self._console(vm_id)
+        directory = self._directory(vm_id)
         with disk_errors(directory), contextlib.ExitStack() as stack:
             try:
                 directory.mkdir(parents=True)
             except FileExistsError as error:
                 raise VmmError(f"VM {vm_id} exists already.") from error
             stack.callback(shutil.rmtree, directory, True)
-            console.parent.mkdir(parents=True, exist_ok=True)
             limits = self._jailer.limits(shape.vcpus, (shape.memory_mib << 20) + OVERHEAD)
-            cell = Cell(self._jailer.prepare(vm_id, directory, limits), directory)
+            cell = Cell(self._jailer.prepare(vm_id, directory, limits), directory, self._console(vm_id))
             stack.callback(cell.close)
             cell.prepare()
             argv = command(self._binary, vm_id, cell.lobby_path(SOCKET), cell.lobby_path(LOG))
-            pid = cell.launch(argv, network.netns, network.tap, console)
+            pid = cell.launch(argv, network.netns, network.tap)
             stack.pop_all()
             return pid, cell
 
