@@ -19,7 +19,7 @@ from aenv.vmm.qemu_record import Record
 from aenv.vmm.qemu_vmm import OVERHEAD, QemuVmm
 from tests.node.process import wait_for
 from tests.vmm.conftest import SHAPE, Children, Frozen, Namespaces, ask
-from tests.vmm.test_jail import mounts_of, status_of
+from tests.vmm.test_jail import mounts_of, reached_the_host, status_of
 
 pytestmark = pytest.mark.skipif(os.environ.get("AENV_TEST_JAIL") == "off", reason="AENV_TEST_JAIL=off")
 
@@ -156,16 +156,15 @@ async def test_a_server_that_died_before_it_had_confined_a_process(
     assert vm.id not in vmm.known() and not any(group.exists() for group in vmm.jailer.groups(vm.id))
 
 
-async def test_killing_leaves_nothing(vmm: QemuVmm, children: Children, frozen: Frozen) -> None:
-    before = mounts_of("self")
+async def test_killing_leaves_nothing(vmm: QemuVmm, children: Children, frozen: Frozen, tmp_path: Path) -> None:
     vm = await children.restore("a", frozen)
-    assert mounts_of("self") == before
+    assert reached_the_host(tmp_path) == []
     groups, user = vmm.jailer.groups(vm.id), Record.read(vm.directory)
     assert user is not None and (link := Path("/run/aenv-users") / str(user.user)).is_symlink()
     await vm.kill()
     assert not any(group.exists() for group in groups) and not link.is_symlink()
     assert not vm.directory.exists() and not Path(f"/proc/{vm.pid}").exists()
-    assert mounts_of("self") == before
+    assert reached_the_host(tmp_path) == []
 
 
 async def test_a_header_that_names_a_file_of_the_host(children: Children, frozen: Frozen, tmp_path: Path) -> None:
