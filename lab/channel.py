@@ -25,7 +25,7 @@ class Channel:
             "UserKnownHostsFile": "/dev/null",
             "LogLevel": "ERROR",
             "ControlMaster": "auto",
-            "ControlPath": str(self.control / "ssh-%C"),
+            "ControlPath": str(self.control / "ssh"),
             "ControlPersist": "600",
             "ServerAliveInterval": "30",
             "ServerAliveCountMax": "10",
