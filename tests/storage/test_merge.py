@@ -48,6 +48,35 @@ async def test_layers_between_top_and_base_are_kept(tmp_path: Path) -> None:
 async def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
     top = tmp_path / "top.qcow2"
     top.write_bytes(b"not an image")
-    with pytest.raises(CorruptFileError, match="cannot be merged"):
+    with pytest.raises(CorruptFileError, match="not a usable qcow2 image"):
         await merge_layers(top, tmp_path / "base.raw", "raw", tmp_path / "out")
     assert names(tmp_path) == ["top.qcow2"]
+    base = tmp_path / "base.raw"
+    base.write_bytes(bytes(CLUSTER))
+    top.unlink()
+    create_overlay(top, base, form="raw")
+    with pytest.raises(CorruptFileError, match="cannot be merged"):
+        await merge_layers(top, base, "qcow2", tmp_path / "out")  # which the base is not
+    assert sorted(names(tmp_path)) == ["base.raw", "top.qcow2"]
+
+
+async def test_headers_lead_nowhere_else(tmp_path: Path) -> None:
+    """They may have been written by a VMM that a guest had taken over, and the merge reads with all rights."""
+    layers, host = tmp_path / "layers", tmp_path / "host"
+    layers.mkdir()
+    host.mkdir()
+    secret = host / "secret"
+    secret.write_bytes(b"secret".ljust(CLUSTER, b"."))
+    base = layers / "base.raw"
+    base.write_bytes(bytes(CLUSTER))
+    create_overlay(layers / "evil.qcow2", secret, form="raw")
+    create_overlay(layers / "top.qcow2", layers / "evil.qcow2")
+    with pytest.raises(CorruptFileError, match="not a chain of layers"):
+        await merge_layers(layers / "top.qcow2", base, "raw", layers / "out")
+    create_overlay(layers / "other.qcow2", base, form="raw")
+    image = bytearray((layers / "other.qcow2").read_bytes())
+    image[79] |= 4  # incompatible feature: data in a file that a header extension names
+    (layers / "other.qcow2").write_bytes(image)
+    with pytest.raises(CorruptFileError, match="another file"):
+        await merge_layers(layers / "other.qcow2", base, "raw", layers / "out")
+    assert not (layers / "out").exists()

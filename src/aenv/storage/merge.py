@@ -7,6 +7,7 @@ from pathlib import Path
 
 from aenv.errors import CorruptFileError
 from aenv.storage.lsmt import disk_errors
+from aenv.storage.qcow2 import backing_chain
 
 
 async def merge_layers(top: Path, base: Path, base_format: str, out: Path) -> None:
@@ -16,7 +17,13 @@ async def merge_layers(top: Path, base: Path, base_format: str, out: Path) -> No
     which reads only what the layers in between hold. (``qemu-img convert -B`` takes what the top layer alone does not
     have from ``base``: it loses the layers between.) ``out`` appears by rename. Raises CorruptFileError,
     CapacityError.
+
+    Headers name what is read here with all rights, and a VMM that a guest had taken over may have written them: they
+    must not lead out of the folders of ``top`` and ``base``.
     """
+    chain = await asyncio.to_thread(backing_chain, top)
+    if base not in chain or any(path.parent not in (top.parent, base.parent) for path in chain):
+        raise CorruptFileError(f"{top} is not a chain of layers over {base}.")
     temporary = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}")
     try:
         with disk_errors(out):

@@ -19,6 +19,7 @@ CLUSTER = 1 << CLUSTER_BITS
 EXTENSION_BACKING_FORMAT = 0xE2792ACA
 MAX_BACKING_NAME = 1023  # bytes, a limit of the format
 MAX_CHAIN = 255
+EXTERNAL_DATA = 1 << 2  # of the incompatible features
 _L1_ENTRY_COVERS = CLUSTER * (CLUSTER // 8)  # bytes of disk per L1 entry: 512 MiB
 
 
@@ -102,6 +103,8 @@ def parse_header(data: bytes, path: Path) -> Header:
     if version == 3:
         if len(data) < HEADER.size:
             raise bad("cut off")
+        if struct.unpack_from(">Q", data, 72)[0] & EXTERNAL_DATA:
+            raise bad("it keeps its data in another file")
         (header_size,) = struct.unpack_from(">I", data, 100)
         if header_size < HEADER.size:
             raise bad("header is too short")
