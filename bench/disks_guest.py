@@ -2,8 +2,7 @@
 
 The guest is the node's kernel with an initramfs of busybox and fio. QEMU opens the exported path as a raw disk
 through the page cache, as Firecracker does; with ``--firecracker`` it is Firecracker itself. Ratios compare with the
-raw file in the same guest; larger is better. Needs root, fio, busybox and what the hypervisor needs; ``--accelerator
-tcg`` works anywhere and says little.
+raw file in the same guest; larger is better. Needs root, KVM, fio and busybox.
 """
 
 import argparse
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from aenv.guest.initramfs import Entry, write_cpio
 from aenv.guest.kernel import Kernel, ensure_kernel
+from aenv.vmm.qemu_command import BASE_PARAMETERS, MACHINE
 from bench.disks import MIB, Disks, available
 from bench.report import Report, Row, console
 
@@ -70,12 +70,12 @@ def archive(kernel: Kernel, size: int) -> bytes:
     )
 
 
-def qemu(accelerator: str, kernel: Path, initramfs: Path, disk: Path) -> list[str]:
-    line = "console=ttyS0 reboot=t panic=-1 quiet random.trust_cpu=on"
+def qemu(kernel: Path, initramfs: Path, disk: Path) -> list[str]:
     return [
-        "qemu-system-x86_64", "-M", "microvm,acpi=on,pcie=off,rtc=on", "-accel", accelerator, "-m", "512M",
-        "-cpu", "host" if accelerator == "kvm" else "max", "-nodefaults", "-no-user-config", "-no-reboot",
-        "-display", "none", "-serial", "stdio", "-kernel", str(kernel), "-initrd", str(initramfs), "-append", line,
+        "qemu-system-x86_64", "-M", MACHINE, "-accel", "kvm", "-m", "512M",
+        "-cpu", "host", "-nodefaults", "-no-user-config", "-no-reboot",
+        "-display", "none", "-serial", "stdio",
+        "-kernel", str(kernel), "-initrd", str(initramfs), "-append", BASE_PARAMETERS,
         "-blockdev", f"driver=raw,node-name=d,file.driver={'host_device' if disk.is_block_device() else 'file'},"
         f"file.filename={disk}", "-device", "virtio-blk-device,drive=d",
     ]  # fmt: skip
@@ -87,7 +87,7 @@ def firecracker(program: Path, kernel: Path, initramfs: Path, disk: Path) -> lis
     source = {
         "kernel_image_path": str(kernel),
         "initrd_path": str(initramfs),
-        "boot_args": "console=ttyS0 reboot=k panic=-1 quiet random.trust_cpu=on",
+        "boot_args": BASE_PARAMETERS.replace("reboot=t", "reboot=k"),
     }
     machine = {"vcpu_count": 1, "mem_size_mib": 512}
     config.write_text(json.dumps({"boot-source": source, "drives": [drive], "machine-config": machine}))
@@ -118,7 +118,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
             if arguments.firecracker:
                 argv = firecracker(arguments.firecracker, kernel.vmlinux, initramfs, path)
             else:
-                argv = qemu(arguments.accelerator, kernel.vmlinux, initramfs, path)
+                argv = qemu(kernel.vmlinux, initramfs, path)
             return await asyncio.to_thread(guest, argv)
 
         figures = {"raw": await measured(await asyncio.to_thread(disks.raw))}
@@ -132,7 +132,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", type=int, default=128, help="MiB of disk")
     parser.add_argument("--artifacts", type=Path, default=Path("/var/lib/aenv-dev/artifacts"), help="kernel")
-    parser.add_argument("--accelerator", choices=["kvm", "tcg"], default="kvm")
     parser.add_argument("--firecracker", type=Path, help="its binary; QEMU without it")
     parser.add_argument("kinds", nargs="*", default=["ublk", "fuse", "nbd"])
     arguments = parser.parse_args()

@@ -53,12 +53,11 @@ class UblkExport:
         return Path((await self._ask({"do": "status"}))["disk"])
 
     async def rebase(self, overlay: Path) -> None:
-        await self._sync()
+        current = Path((await self._sync())["disk"])
         # To its end also if the caller gives up: the new file must not be removed while the daemon opens it.
-        await asyncio.shield(asyncio.ensure_future(self._rebase(overlay)))
+        await asyncio.shield(asyncio.ensure_future(self._rebase(overlay, current)))
 
-    async def _rebase(self, overlay: Path) -> None:
-        current = await self.disk()
+    async def _rebase(self, overlay: Path, current: Path) -> None:
         await asyncio.to_thread(qcow2.create_overlay, overlay, current)
         try:
             await self._ask({"do": "rebase", "overlay": str(overlay)})
@@ -121,13 +120,14 @@ class UblkExport:
             await self._revive()
             return await self._client.ask(command)
 
-    async def _sync(self) -> None:
-        """Everything that was written to the devices has reached the daemon when this returns."""
+    async def _sync(self) -> dict[str, Any]:
+        """Everything that was written to the devices has reached the daemon when this returns; its state before."""
         status = await self._ask({"do": "status"})
         if status["full"]:
             raise CapacityError("No room left on this host: writes of the guest are waiting.", "Free disk space.")
         for number in status["devices"]:
             await sync_device(Path(f"/dev/ublkb{number}"), self._full)
+        return status
 
     async def _full(self) -> bool:
         return bool((await self._ask({"do": "status"}))["full"])
