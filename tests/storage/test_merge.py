@@ -55,8 +55,11 @@ async def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
     base.write_bytes(bytes(CLUSTER))
     top.unlink()
     create_overlay(top, base, form="raw")
+    image = bytearray(top.read_bytes())
+    image[40:48] = b"\xff" * 8  # where its L1 table is
+    top.write_bytes(image)
     with pytest.raises(CorruptFileError, match="cannot be merged"):
-        await merge_layers(top, base, "qcow2", tmp_path / "out")  # which the base is not
+        await merge_layers(top, base, "raw", tmp_path / "out")
     assert sorted(names(tmp_path)) == ["base.raw", "top.qcow2"]
 
 
