@@ -131,7 +131,12 @@ impl Mapping {
         // SAFETY: a new mapping at an address of the kernel's choice.
         match unsafe { libc::mmap(std::ptr::null_mut(), length, protection, flags, fd, 0) } {
             libc::MAP_FAILED => Err(io::Error::last_os_error()),
-            at => Ok(Mapping { at: at.cast(), length }),
+            at => {
+                // A huge page for the buffer of one small request would be most of this process.
+                // SAFETY: the mapping that was just made; advice changes no contents.
+                unsafe { libc::madvise(at, length, libc::MADV_NOHUGEPAGE) };
+                Ok(Mapping { at: at.cast(), length })
+            }
         }
     }
 }
