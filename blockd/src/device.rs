@@ -28,7 +28,7 @@ impl Control {
         Ok(Control { file, ring })
     }
 
-    fn run(&mut self, operation: u32, command: ControlCommand, what: &str) -> io::Result<()> {
+    fn attempt(&mut self, operation: u32, command: ControlCommand) -> io::Result<()> {
         let entry =
             opcode::UringCmd80::new(types::Fd(self.file.as_raw_fd()), operation).cmd(command.bytes()).build();
         // SAFETY: what the command points to is the caller's until this returns, which is when it is done.
@@ -40,16 +40,14 @@ impl Control {
                 Ok(_) => {}
             }
             if let Some(done) = self.ring.completion().next() {
-                if done.result() < 0 {
-                    let error = io::Error::from_raw_os_error(-done.result());
-                    return Err(io::Error::new(
-                        error.kind(),
-                        format!("the kernel refused to {what}: {error}"),
-                    ));
-                }
-                return Ok(());
+                let failed = done.result() < 0;
+                return if failed { Err(io::Error::from_raw_os_error(-done.result())) } else { Ok(()) };
             }
         }
+    }
+
+    fn run(&mut self, operation: u32, command: ControlCommand, what: &str) -> io::Result<()> {
+        self.attempt(operation, command).map_err(|error| refused(what, &error))
     }
 
     fn simple(&mut self, operation: u32, device: u32, data: u64, what: &str) -> io::Result<()> {
@@ -145,13 +143,13 @@ impl Control {
     /// Begin to take over a device whose daemon has died, as soon as the kernel has noticed that.
     pub fn begin_recovery(&mut self, device: u32) -> io::Result<DeviceInfo> {
         let began = Instant::now();
+        let command = ControlCommand { device, queue: u16::MAX, ..Default::default() };
         loop {
-            match self.simple(uapi::START_USER_RECOVERY, device, 0, "hand over the device") {
+            match self.attempt(uapi::START_USER_RECOVERY, command) {
                 Ok(()) => return self.info(device),
-                Err(error) if error.kind() != io::ErrorKind::ResourceBusy && began.elapsed() < TAKE_OVER => {
-                    return Err(error)
+                Err(error) if error.raw_os_error() != Some(libc::EBUSY) || began.elapsed() >= TAKE_OVER => {
+                    return Err(refused("hand over the device", &error))
                 }
-                Err(error) if began.elapsed() >= TAKE_OVER => return Err(error),
                 Err(_) => std::thread::sleep(Duration::from_millis(20)),
             }
         }
@@ -192,6 +190,10 @@ impl Control {
         }
         Ok(found)
     }
+}
+
+fn refused(what: &str, error: &io::Error) -> io::Error {
+    io::Error::new(error.kind(), format!("the kernel refused to {what}: {error}"))
 }
 
 pub fn open_character(device: u32) -> io::Result<File> {
