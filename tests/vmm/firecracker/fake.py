@@ -1,7 +1,7 @@
 """A program that stands in for Firecracker: its API, its files and its memory, without KVM.
 
 Guest memory is mapped as Firecracker maps it. One thread does everything, so a request that waits in a system call
-stops all, as there. After each request it does what a device may do: it writes ``LATER`` into guest memory. It notes
+stops all, as there. After each snapshot it does what a device may do: it writes ``LATER`` into guest memory. It notes
 each request, and what was in memory when it made its devices, in ``journal`` of its working directory.
 """
 
@@ -170,7 +170,8 @@ def answered(link: socket.socket, stream: BinaryIO, fake: Fake) -> bool:
         link.sendall(head.encode() + content)
     except OSError:
         return False
-    fake.work_on()
+    if path == "/snapshot/create":
+        fake.work_on()
     return True
 
 

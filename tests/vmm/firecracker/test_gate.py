@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from aenv.errors import VmmError
-from aenv.vmm.firecracker.gate import OpenGate, StatePipe
+from aenv.vmm.firecracker.gate import OpenGate, StatePipe, let_go
 
 OPENER = "import sys; open(sys.argv[1]).close(); print('open', flush=True)"
 WRITER = "import sys; open(sys.argv[1], 'wb').write(bytes(int(sys.argv[2])))"
@@ -74,6 +74,17 @@ async def test_a_writer_waits_until_its_state_is_read(tmp_path: Path) -> None:
         assert await waiting == 0
         pipe.close()
         pipe.close()
+
+
+async def test_a_writer_that_nobody_reads_any_more_is_let_go(tmp_path: Path) -> None:
+    path = tmp_path / "save"
+    os.mkfifo(path)
+    await asyncio.to_thread(let_go, path)
+    writer = await python(WRITER, str(path), "30000")
+    waiting = asyncio.create_task(writer.wait())
+    while not waiting.done():  # it may not have come to open the pipe yet
+        await asyncio.to_thread(let_go, path)
+    assert waiting.result() == 0
 
 
 async def test_a_state_that_would_not_have_held_its_writer_is_refused(tmp_path: Path) -> None:

@@ -110,6 +110,20 @@ class StatePipe:
             self._fd = -1
 
 
+def let_go(path: Path) -> None:
+    """Read what a process wrote, or waits to write, to the pipe of a server that has died; nothing if there is none.
+
+    Blocks for some milliseconds. Raises OSError.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        os.set_blocking(fd, True)
+        while os.read(fd, READ):
+            pass
+    finally:
+        os.close(fd)
+
+
 async def _readable(fd: int) -> None:
     loop = asyncio.get_running_loop()
     ready = asyncio.Event()

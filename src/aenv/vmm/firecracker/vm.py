@@ -5,7 +5,7 @@ import shutil
 import signal
 import time
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from aenv.vmm.protocol import CaptureStats, MachineShape, MemoryImage, NetworkAt
 
 T = TypeVar("T")
 STATE_TIMEOUT = 60.0  # seconds for saving or loading device state; some ms on an idle host
+HELD_TIMEOUT = 3600.0  # seconds for a request that is held while memory is read or written
 # The fault when device state was written whole, to a pipe, which cannot be synced (``snapshot_state_to_file``).
 STATE_WRITTEN = "sync_all on the snapshot backing file"
 NO_DATA = (np.zeros(0, np.uint64), np.zeros(0, np.uint64))  # of a booted VM's base, which is nothing
@@ -102,7 +103,7 @@ class FirecrackerVm:
     async def boot(self, line: str, kernel: Path, initramfs: Path, disk: Path) -> None:
         """Start the kernel in a freshly spawned process. After an error the process is of no further use."""
         files = {requests.KERNEL: kernel, requests.INITRAMFS: initramfs}
-        await asyncio.gather(self._plug_in(disk), self._blocking(self._cell.provide, files))
+        await self._furnish(disk, files)
         made = requests.boot(line, self.shape, self.network, self._options)
         await self._api.send_all(made, STATE_TIMEOUT)
         await self._blocking(self._note_booted, line)
@@ -111,7 +112,7 @@ class FirecrackerVm:
     async def restore(self, memory: MemoryImage, state: Path, disk: Path) -> None:
         """See ``Vm``. After an error the process is of no further use: kill it."""
         files = {requests.MEMORY: memory.base, requests.STATE: state}
-        await asyncio.gather(self._plug_in(disk), self._blocking(self._cell.provide, files))
+        await self._furnish(disk, files)
         if memory.delta is None:
             await self._api.send(requests.load(self.network), STATE_TIMEOUT)
             await self._blocking(self._fill, memory)
@@ -130,9 +131,17 @@ class FirecrackerVm:
         self._stopped_at = None
 
     async def capture(self, state: Path, delta: Path) -> CaptureStats:
+        taking = asyncio.create_task(self._take(state, delta))
+        try:
+            return await asyncio.shield(taking)
+        except asyncio.CancelledError:
+            await asyncio.gather(taking, return_exceptions=True)  # Firecracker is held until its state is read
+            raise
+
+    async def _take(self, state: Path, delta: Path) -> CaptureStats:
         began = self._stopped_at if self._stopped_at is not None else time.monotonic()
         pipe = await self._blocking(StatePipe, self._directory / requests.SAVE)
-        saving = asyncio.create_task(self._api.send(requests.save_state(), STATE_TIMEOUT))
+        saving = asyncio.create_task(self._api.send(requests.save_state(), HELD_TIMEOUT))
         try:
             await _first(pipe.started(), saving)
             # Firecracker has taken the state, and waits until it is read: memory is of the same moment.
@@ -181,11 +190,13 @@ class FirecrackerVm:
         self._api.close()
         self._process.send(signal.SIGKILL)
         await self._process.wait()
-        if self._export is not None:
-            await self._export.close()
-            self._export = None
-        await self._blocking(self._cell.close)
-        await self._blocking(shutil.rmtree, self._directory, True)
+        try:
+            if self._export is not None:
+                await self._export.close()
+                self._export = None
+        finally:
+            await self._blocking(self._cell.close)
+            await self._blocking(shutil.rmtree, self._directory, True)
 
     async def configuration(self) -> Any:
         """What Firecracker says the VM consists of: ``FullVmConfiguration`` of its API."""
@@ -200,6 +211,15 @@ class FirecrackerVm:
     def errors(self) -> str:
         """The end of what Firecracker logged, or printed."""
         return _tail(self._directory / LOG) or _tail(self._directory / ERRORS)
+
+    async def _furnish(self, disk: Path, files: Mapping[str, Path]) -> None:
+        """Disk and files side by side; an error of one is raised when the other has come to its end too."""
+        given = asyncio.gather(
+            self._plug_in(disk), self._blocking(self._cell.provide, files), return_exceptions=True
+        )  # fmt: skip
+        for error in await given:
+            if error is not None:
+                raise error
 
     async def _plug_in(self, disk: Path) -> None:
         if self._record.disk:
@@ -240,10 +260,14 @@ class FirecrackerVm:
     async def _load_held(self, memory: MemoryImage) -> None:
         """Load, and put the delta into memory before there is a device that uses it."""
         gate = await self._blocking(lambda: OpenGate(self._cell.outside(requests.CONSOLE, self.pid)))
-        loading = asyncio.create_task(self._api.send(requests.load(self.network), STATE_TIMEOUT))
+        loading = asyncio.create_task(self._api.send(requests.load(self.network), HELD_TIMEOUT))
         try:
             await _first(gate.reached_by(self.pid), loading)
-            await self._blocking(self._fill, memory)
+            filled = self._blocking(self._fill, memory)
+            try:
+                await asyncio.shield(filled)
+            finally:
+                await asyncio.gather(filled, return_exceptions=True)  # also when the caller gives up
             gate.close()
             await loading
         finally:
@@ -282,8 +306,10 @@ async def _first(event: Coroutine[Any, Any, None], request: asyncio.Task[Any]) -
     """Wait for ``event`` while ``request`` is on its way. Raises what the request raises, should it end before."""
     waiting = asyncio.create_task(event)
     try:
-        await asyncio.wait({waiting, request}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({waiting, request}, timeout=STATE_TIMEOUT, return_when=asyncio.FIRST_COMPLETED)
         if not waiting.done():
+            if not request.done():
+                raise VmmError(f"Firecracker did not take or load device state within {STATE_TIMEOUT:g} s.")
             request.result()
             raise VmmError("Firecracker did not do what its release does.", "Use a supported release.")
     finally:

@@ -23,6 +23,7 @@ from aenv.vmm.firecracker import requests
 from aenv.vmm.firecracker.api import FirecrackerApi
 from aenv.vmm.firecracker.binary import FirecrackerBinary
 from aenv.vmm.firecracker.cell import LOG, SOCKET, Cell
+from aenv.vmm.firecracker.gate import let_go
 from aenv.vmm.firecracker.options import FirecrackerOptions
 from aenv.vmm.firecracker.record import Record
 from aenv.vmm.firecracker.vm import FirecrackerVm
@@ -142,13 +143,15 @@ class FirecrackerVmm:
             return None
         api = FirecrackerApi(directory / SOCKET)
         try:
+            with contextlib.suppress(OSError):
+                await self._blocking(let_go, directory / requests.SAVE)
             await api.send(requests.describe(), ADOPT_TIMEOUT)
-            export = await self._exporter.adopt(vm_id, directory) if record.disk else None
-            if record.disk and export is None:
-                raise VmmError("its disk is gone")
             jail = await self._blocking(self._jailer.adopt, vm_id, directory, record.pid, record.user)
             if jail is None:
                 raise VmmError("the server ended before it was enclosed")
+            export = await self._exporter.adopt(vm_id, directory) if record.disk else None
+            if record.disk and export is None:
+                raise VmmError("its disk is gone")
         except VmmError as error:
             if proc.alive:
                 log.error("ending a VM that cannot be taken over", vm=vm_id, pid=proc.pid, error=str(error))
