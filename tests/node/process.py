@@ -200,6 +200,10 @@ def clear(home: Path, runtime: Path, prefix: str) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     wait_for(lambda: not vm_pids(home), "VMs to end")
+    for pattern in (f"aenv-{prefix}.*", f"*/aenv-{prefix}.*"):  # control groups of version 2, and 1
+        for group in Path("/sys/fs/cgroup").glob(pattern):
+            with contextlib.suppress(OSError):
+                group.rmdir()
     kill_layer_server(runtime)
     subprocess.run(["umount", "--lazy", runtime / "layers"], check=False, stderr=subprocess.DEVNULL)
     for name in namespaces(prefix):
