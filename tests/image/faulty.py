@@ -54,11 +54,12 @@ class FaultyRegistry:
         asked = request.headers.get("Range")
         if asked is None or not self.ranges:
             return web.Response(body=data)
-        start = int(asked.removeprefix("bytes=").removesuffix("-"))
+        first, _, last = asked.removeprefix("bytes=").partition("-")
+        start, end = int(first), int(last or len(data) - 1)
         if start >= len(data):
             return web.Response(status=416)
-        headers = {"Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"}
-        return web.Response(status=206, body=data[start:], headers=headers)
+        headers = {"Content-Range": f"bytes {start}-{end}/{len(data)}"}
+        return web.Response(status=206, body=data[start : end + 1], headers=headers)
 
 
 def status(code: int, **headers: str) -> Fault:

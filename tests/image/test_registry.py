@@ -262,6 +262,42 @@ async def test_a_redirect_elsewhere_does_not_take_the_password_along(
         assert "Authorization" not in storage.requests[-1].headers
 
 
+async def test_parts_are_read_where_the_registry_sent_us(make_settings: MakeSettings) -> None:
+    storage, front = faulty.FaultyRegistry(IMAGE), faulty.FaultyRegistry(IMAGE)
+    async with storage.running(), front.running():
+        location = f"http://{storage.host}/v2/a/blobs/{DIGEST}"
+        moved = faulty.status(307, Location=location)
+        front.faults = [faulty.status(401, WWW_Authenticate="Basic realm=x"), moved]
+        name = parse(f"{front.host}/a:1")
+        async with RegistryClient(make_settings(front.host), (USER, PASSWORD)) as client:
+            for at in range(5):
+                assert await client.part(name, DIGEST, 10 * at, 10) == LAYER[10 * at : 10 * at + 10]
+            assert (len(front.requests), len(storage.requests)) == (2, 5), "asked once"
+            assert not any("Authorization" in request.headers for request in storage.requests)
+            # An address that does not hold any more is asked for anew, whatever it says.
+            for gone in (faulty.status(403), faulty.status(500), faulty.breaks_off(LAYER, 0), faulty.body(LAYER)):
+                front.faults, storage.faults = [moved], [gone]
+                assert await client.part(name, DIGEST, 7, 9) == LAYER[7:16]
+                assert not front.faults and not storage.faults
+            # One that says that it must not be used again is not.
+            asked = len(front.requests)
+            front.faults = [faulty.status(307, Location=location, Cache_Control="no-store")] * 2
+            storage.faults = [faulty.status(404)]
+            for _ in range(2):
+                assert await client.part(name, DIGEST, 0, 1) == LAYER[:1]
+            assert len(front.requests) == asked + 2
+
+
+async def test_redirects_within_the_registry_are_asked_for_each_time(make_settings: MakeSettings) -> None:
+    async with faulty.FaultyRegistry(IMAGE).running() as front:
+        moved = faulty.status(307, Location=f"http://{front.host}/v2/other/blobs/{DIGEST}")
+        async with RegistryClient(make_settings(front.host)) as client:
+            for _ in range(2):
+                front.faults = [moved]
+                assert await client.part(parse(f"{front.host}/a:1"), DIGEST, 0, 4) == LAYER[:4]
+        assert len(front.requests) == 4
+
+
 async def test_tasks_share_one_download(make_settings: MakeSettings, tmp_path: Path) -> None:
     async with faulty.FaultyRegistry(IMAGE).running() as bad, RegistryClient(make_settings(bad.host)) as client:
         name = parse(f"{bad.host}/a:1")

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import random
 import ssl
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
@@ -34,6 +35,7 @@ from aenv.image.errors import (
     RegistryUnreachableError,
 )
 from aenv.image.manifest import ACCEPT, MAX_DOCUMENT, Descriptor
+from aenv.image.redirects import Redirects
 from aenv.image.reference import Reference
 from aenv.image.store import BlobStore, Lease, Partial
 from aenv.image.threads import in_thread
@@ -80,6 +82,7 @@ class RegistryClient:
         self._sessions: dict[Path | None, aiohttp.ClientSession] = {}
         self._authenticators: dict[tuple[str, bool], Authenticator] = {}
         self._slots = asyncio.Semaphore(PARALLEL_DOWNLOADS)
+        self._redirects = Redirects()
 
     async def __aenter__(self) -> Self:
         return self
@@ -109,11 +112,18 @@ class RegistryClient:
     async def part(self, reference: Reference, digest: str, offset: int, length: int) -> bytes:
         """``length`` bytes of a blob. Nothing verifies them: their format has to. Tried once at each endpoint.
 
+        Where the registry sends such requests elsewhere, later ones go there at once (``aenv.image.redirects``).
         Raises like ``manifest``.
         """
+        headers = {"Range": f"bytes={offset}-{offset + length - 1}"}
 
         async def fetch(endpoint: Endpoint) -> bytes:
-            headers = {"Range": f"bytes={offset}-{offset + length - 1}"}
+            key = (endpoint.registry, endpoint.repository, digest)
+            if (target := self._redirects.find(key, time.time())) is not None:
+                data = await self._directly(endpoint, target, headers, length)
+                if data is not None:
+                    return data
+                self._redirects.forget(key)
             async with self._get(endpoint, "blobs", digest, headers) as response:
                 if response.status == 416:
                     raise ImageNotFoundError(f"{endpoint.registry} has a shorter blob {digest:.80}.")
@@ -124,9 +134,24 @@ class RegistryClient:
                 data = await read_limited(response, length)
                 if len(data) != length:
                     raise _TransientError(f"{len(data)} of {length} bytes came")
+                if response.history:
+                    first = response.history[0]
+                    self._redirects.note(key, str(first.url), str(response.url), first.headers, time.time())
                 return data
 
         return await self._from_any(reference, fetch, attempts=1)
+
+    async def _directly(
+        self, endpoint: Endpoint, target: str, headers: Mapping[str, str], length: int
+    ) -> bytes | None:
+        """The same from where the registry sent us before; None where that does not work any more."""
+        try:
+            sent = {**headers, "Accept-Encoding": "identity"}
+            async with self._session(endpoint.ca_file).get(target, headers=sent) as response:
+                data = await read_limited(response, length) if response.status == 206 else b""
+        except (aiohttp.ClientError, TimeoutError, ssl.SSLError, ImageError):
+            return None
+        return data if len(data) == length else None
 
     async def document(self, reference: Reference, descriptor: Descriptor) -> bytes:
         """A small blob, verified: an image's configuration. Raises like ``manifest``."""
