@@ -16,7 +16,7 @@ from aenv.storage.merge import merge_layers
 from aenv.vmm.protocol import MemoryImage
 from aenv.vmm.qemu import STATE, QemuVm
 from aenv.vmm.qemu_record import Record
-from aenv.vmm.qemu_vmm import OVERHEAD, QemuVmm
+from aenv.vmm.qemu_vmm import QemuVmm, memory_limit
 from tests.node.process import wait_for
 from tests.vmm.conftest import SHAPE, Children, Frozen, Namespaces, ask
 from tests.vmm.test_jail import mounts_of, reached_the_host, status_of
@@ -74,7 +74,7 @@ async def test_a_restored_vm_has_its_own_files_and_no_right(
     assert groups and all(str(vm.pid) in (group / "cgroup.procs").read_text().split() for group in groups)
     limits = [group / name for group in groups for name in ("memory.max", "memory.limit_in_bytes")]
     values = {int(file.read_text()) for file in limits if file.exists()}
-    assert values == {(SHAPE.memory_mib << 20) + OVERHEAD[vmm.platform.accelerator]}
+    assert values == {memory_limit(SHAPE, vmm.platform.accelerator)}
 
 
 async def test_a_waiting_process_is_confined_already(children: Children) -> None:

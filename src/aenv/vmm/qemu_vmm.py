@@ -40,6 +40,13 @@ KVM_DEVICE = "/dev/kvm"
 # Bytes that a process may have besides its guest's memory: QEMU itself, and page cache that is charged to it. Under
 # TCG also translated code, of which QEMU keeps up to 1 GiB.
 OVERHEAD = {Accelerator.KVM: 256 << 20, Accelerator.TCG: (256 + 1024) << 20}
+TABLES = 64  # page tables of the host, and under KVM of the guest, take a 512th of its memory each at least
+
+
+def memory_limit(shape: MachineShape, accelerator: Accelerator) -> int:
+    """Bytes that a process for such a machine may have."""
+    guest = shape.memory_mib << 20
+    return guest + guest // TABLES + OVERHEAD[accelerator]
 
 
 class QemuVmm:
@@ -196,7 +203,7 @@ class QemuVmm:
             if memory is not None:
                 with memory.open("xb") as file:
                     file.truncate(shape.memory_mib << 20)
-            limits = self._jailer.limits(shape.vcpus, (shape.memory_mib << 20) + OVERHEAD[self._platform.accelerator])
+            limits = self._jailer.limits(shape.vcpus, memory_limit(shape, self._platform.accelerator))
             jail = self._jailer.prepare(vm_id, directory, limits)
             undo.callback(jail.close)
             # QEMU inherits a listening socket: connecting needs no retries, and works again after a restart.
