@@ -166,13 +166,19 @@ async def remembered_probe(
 
 
 async def watch(
-    name: str, argv: list[str], directory: Path, timeout: float, *, prints_console: bool = False
+    name: str,
+    argv: list[str],
+    directory: Path,
+    timeout: float,
+    *,
+    first: float | None = None,
+    prints_console: bool = False,
 ) -> tuple[bool, str]:
     """Run a hypervisor until ``directory/console`` shows the marker, it ends, or ``timeout`` seconds brought nothing.
 
     A kernel that talks is on its way, however slow the host is: where KVM is nested or emulated a boot takes long.
-    Whether its guest came up, and a sentence about it in which the hypervisor is called ``name``. With
-    ``prints_console`` the console is what it prints.
+    ``first`` is a limit of its own for its first words. Whether its guest came up, and a sentence about it in which
+    the hypervisor is called ``name``. With ``prints_console`` the console is what it prints.
     """
     console, errors = directory / "console", directory / "errors"
     with errors.open("wb") as log, (console if prints_console else errors).open("ab") as output:
@@ -193,7 +199,8 @@ async def watch(
             if child.returncode is not None:
                 said = (await asyncio.to_thread(_read, errors)).strip().splitlines()
                 return False, f"{name} ended after {elapsed:.1f} s: {said[-1] if said else _last(seen)}"
-            if now - heard > timeout or elapsed > LONGEST:
+            patience = first if first is not None and not length else timeout
+            if now - heard > patience or elapsed > LONGEST:
                 said = (await asyncio.to_thread(_read, errors)).strip().splitlines()
                 words = f"; {name} said: {said[0]}" if said else ""
                 return False, f"The guest kernel did not start within {elapsed:.0f} s: {_last(seen)}{words}"

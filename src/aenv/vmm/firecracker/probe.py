@@ -14,7 +14,9 @@ from aenv.vmm.probe import watch, without_kvm
 from aenv.vmm.protocol import Accelerator, MachineShape
 from aenv.vmm.verdict import Candidate, Memory, Verdict, key_of
 
-TIMEOUT = 8.0  # seconds that a kernel may be silent; an idle host needs 0.5 for the whole boot
+# Seconds until a kernel's first words, which are its first instructions, and of silence after that. An idle host needs
+# 0.5 for the whole boot.
+FIRST_WORDS, SILENCE = 8.0, 30.0
 SHAPE = MachineShape(vcpus=1, memory_mib=256)
 
 
@@ -42,7 +44,7 @@ async def probe(binary: FirecrackerBinary, accelerator: Accelerator, kernel: Pat
             binary.path, "--no-api", "--config-file", str(configuration),
             "--log-path", str(directory / "errors"), "--level", "Error",
         ]  # fmt: skip
-        works, reason = await watch("Firecracker", argv, directory, TIMEOUT, prints_console=True)
+        works, reason = await watch("Firecracker", argv, directory, SILENCE, first=FIRST_WORDS, prints_console=True)
     finally:
         await asyncio.to_thread(shutil.rmtree, directory, True)
     advice = "" if works else _advice(accelerator)
