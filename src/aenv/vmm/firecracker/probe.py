@@ -14,8 +14,7 @@ from aenv.vmm.probe import watch, without_kvm
 from aenv.vmm.protocol import Accelerator, MachineShape
 from aenv.vmm.verdict import Candidate, Memory, Verdict, key_of
 
-# Seconds until a kernel's first words, which are its first instructions, and of silence after that. An idle host needs
-# 0.5 for the whole boot.
+# Seconds until a kernel's first words, and of silence after that. An idle host needs 0.5 for the whole boot.
 FIRST_WORDS, SILENCE = 8.0, 30.0
 SHAPE = MachineShape(vcpus=1, memory_mib=256)
 
