@@ -9,7 +9,7 @@ import pytest
 from aenv.vmm.firecracker import requests
 from aenv.vmm.firecracker.binary import FirecrackerBinary, parse_version
 from aenv.vmm.firecracker.options import FirecrackerOptions, RateLimit
-from aenv.vmm.firecracker.probe import probe_configuration
+from aenv.vmm.firecracker.probe import probe, probe_configuration, wrong_kernel
 from aenv.vmm.firecracker.vmm import command, fingerprint
 from aenv.vmm.protocol import Accelerator, MachineShape, NetworkAttachment
 
@@ -173,3 +173,21 @@ def test_the_probes_vm_has_no_disk_and_talks() -> None:
     assert isinstance(source, dict)
     assert (source["kernel_image_path"], source["initrd_path"]) == ("/k", "/i")
     assert "earlyprintk=ttyS0" in source["boot_args"] and "quiet" not in source["boot_args"]
+
+
+IMAGE = bytes(56) + b"ARM\x64" + bytes(4)
+
+
+@pytest.mark.parametrize(("head", "machine", "right"), [
+    (b"\x7fELF\x02", "x86_64", True), (b"MZ\xea\x07", "x86_64", False), (IMAGE, "x86_64", False), (b"", "x86_64", False),
+    (IMAGE, "aarch64", True), (b"\x7fELF" + bytes(60), "aarch64", False), (b"\x1f\x8b" + bytes(62), "aarch64", False),
+])  # fmt: skip
+def test_each_architecture_has_its_kernel_format(head: bytes, machine: str, right: bool) -> None:
+    assert (wrong_kernel(head, machine) is None) is right
+
+
+async def test_a_kernel_of_another_format_is_not_booted(tmp_path: Path) -> None:
+    (kernel := tmp_path / "kernel").write_bytes(b"MZ" + bytes(100))
+    binary = FirecrackerBinary("/nonexistent", "1.16.1", "10.0.0", "x")
+    verdict = await probe(binary, Accelerator.KVM, kernel, kernel)
+    assert not verdict.works and "kernel" in verdict.reason and "AENV_KERNEL" in verdict.advice

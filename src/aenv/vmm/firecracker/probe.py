@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import platform
 import shutil
 import tempfile
 import time
@@ -12,7 +13,7 @@ from aenv.vmm.firecracker.binary import FirecrackerBinary
 from aenv.vmm.firecracker.options import FirecrackerOptions
 from aenv.vmm.probe import watch, without_kvm
 from aenv.vmm.protocol import Accelerator, MachineShape
-from aenv.vmm.verdict import Candidate, Memory, Verdict, key_of
+from aenv.vmm.verdict import Candidate, Memory, Verdict, key_of, missing
 
 # Seconds until a kernel's first words, and of silence after that. An idle host needs 0.5 for the whole boot.
 FIRST_WORDS, SILENCE = 8.0, 30.0
@@ -31,8 +32,20 @@ def probe_configuration(kernel: Path, initramfs: Path) -> dict[str, object]:
     return {"boot-source": source, "machine-config": made["/machine-config"], "entropy": {}, "drives": []}
 
 
+def wrong_kernel(head: bytes, machine: str = platform.machine()) -> str | None:
+    """Why Firecracker would not load a kernel that begins so, as a sentence; None when it would. Pure.
+
+    An ELF file on x86-64; on arm64 an ``Image`` (Documentation/arch/arm64/booting.rst of Linux), uncompressed.
+    """
+    if machine == "x86_64":
+        return None if head.startswith(b"\x7fELF") else "The guest kernel is no ELF file (vmlinux)."
+    return None if head[56:60] == b"ARM\x64" else "The guest kernel is no uncompressed arm64 Image."
+
+
 async def probe(binary: FirecrackerBinary, accelerator: Accelerator, kernel: Path, initramfs: Path) -> Verdict:
     """Boot the kernel once, without disk or network, and say whether it reached user space."""
+    if (why := wrong_kernel(await asyncio.to_thread(_head, kernel))) is not None:
+        return missing(Candidate("firecracker", accelerator), why, "Name another one: AENV_KERNEL, AENV_PVM_KERNEL.")
     directory = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="aenv-probe-"))
     began = time.monotonic()
     try:
@@ -72,6 +85,11 @@ async def remembered_probe(
         known = await probe(binary, accelerator, kernel, initramfs)
         await asyncio.to_thread(memory.remember, known, key)
     return known
+
+
+def _head(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(64)
 
 
 def _advice(accelerator: Accelerator) -> str:
