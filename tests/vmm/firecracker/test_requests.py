@@ -179,7 +179,8 @@ IMAGE = bytes(56) + b"ARM\x64" + bytes(4)
 
 
 @pytest.mark.parametrize(("head", "machine", "right"), [
-    (b"\x7fELF\x02", "x86_64", True), (b"MZ\xea\x07", "x86_64", False), (IMAGE, "x86_64", False), (b"", "x86_64", False),
+    (b"\x7fELF\x02", "x86_64", True), (b"MZ\xea\x07", "x86_64", False), (IMAGE, "x86_64", False),
+    (b"", "x86_64", False),
     (IMAGE, "aarch64", True), (b"\x7fELF" + bytes(60), "aarch64", False), (b"\x1f\x8b" + bytes(62), "aarch64", False),
 ])  # fmt: skip
 def test_each_architecture_has_its_kernel_format(head: bytes, machine: str, right: bool) -> None:
