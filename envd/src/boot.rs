@@ -31,6 +31,7 @@ pub struct CommandLine {
     pub dns: Vec<String>,
     pub hostname: Option<String>,
     pub mtu: Option<u32>,
+    pub read_only: Vec<String>,
 }
 
 impl CommandLine {
@@ -48,6 +49,7 @@ impl CommandLine {
                 "dns" => parsed.dns = value.split(',').map(str::to_owned).collect(),
                 "hostname" => parsed.hostname = Some(value),
                 "mtu" => parsed.mtu = value.parse().ok(),
+                "readonly" => parsed.read_only = value.split(',').map(str::to_owned).collect(),
                 _ => {}
             }
         }
@@ -105,6 +107,9 @@ pub fn boot() {
         None => fail("aenv.root is not on the kernel command line"),
     }
     mount_rest(secure);
+    for folder in &command_line.read_only {
+        warn(&format!("making {folder} read-only"), make_read_only(folder));
+    }
     warn("network", bring_up(&command_line));
     if let Some(name) = &command_line.hostname {
         warn("host name", crate::init::set_hostname(name));
@@ -223,6 +228,12 @@ fn enter_root(device: &str) {
     }
 }
 
+/// A folder that nobody can write to, as long as nobody with the right to do so mounts it anew.
+fn make_read_only(folder: &str) -> io::Result<()> {
+    mount(folder, folder, "", libc::MS_BIND, "")?;
+    mount("", folder, "", libc::MS_BIND | libc::MS_REMOUNT | libc::MS_RDONLY | libc::MS_NOATIME, "")
+}
+
 /// What an ordinary Linux system has mounted, and the links programs expect in /dev.
 fn mount_rest(secure: libc::c_ulong) {
     let no_device = libc::MS_NOSUID | libc::MS_NODEV;
@@ -320,8 +331,10 @@ mod tests {
     #[test]
     fn command_line() {
         let parsed = CommandLine::parse(
-            "console=ttyS0 aenv.root=/dev/vda aenv.ip=169.254.0.21/30 aenv.dns=1.1.1.1,8.8.8.8 aenv.mtu=1400 aenv.x",
+            "console=ttyS0 aenv.root=/dev/vda aenv.ip=169.254.0.21/30 aenv.dns=1.1.1.1,8.8.8.8 aenv.mtu=1400 aenv.x \
+             aenv.readonly=/mnt/a,/b",
         );
+        assert_eq!(parsed.read_only, ["/mnt/a", "/b"]);
         assert_eq!(parsed.root.as_deref(), Some("/dev/vda"));
         assert_eq!(parsed.ip.as_deref(), Some("169.254.0.21/30"));
         assert_eq!(parsed.dns, ["1.1.1.1", "8.8.8.8"]);

@@ -213,6 +213,30 @@ def test_the_cache_is_listed_and_removed_from(
     assert "kept" in aenv("image", "gc", "-o", "table").stdout
 
 
+def test_drives_are_attached_and_captured(
+    cold: ColdStart, create: Create, image: str, second_image: str, node: NodeProcess
+) -> None:
+    drives = [
+        {"driveID": "tools", "source": {"image": image}, "subPath": "tools"},
+        {"driveID": "data", "source": {"image": second_image}, "readOnly": False, "mountPath": "/srv/data"},
+    ]
+    sandbox = cold(attachedDrives=drives)
+    said = sandbox.commands.run("/mnt/tools/hello; cat /srv/data/other; echo; ls /mnt/tools; pwd")
+    assert said.stdout.splitlines() == ["hello", "other ", "hello", "/app"]
+    refused = "touch /mnt/tools/x 2>&1 || true; echo mine > /srv/data/mine"
+    assert "ead-only" in sandbox.commands.run(refused, user="root").stdout
+    sandbox.pause(mode="filesystem")
+    sandbox.connect()
+    assert "ead-only" in sandbox.commands.run("touch /mnt/tools/x 2>&1 || true", user="root").stdout
+    (child,) = sandbox.fork(count=1)
+    assert isinstance(child, Sandbox)
+    assert child.commands.run("cat /srv/data/mine; /mnt/tools/hello").stdout == "mine\nhello\n"
+    saved = sandbox.create_snapshot(name="with-drives")
+    sandbox.kill()
+    assert create(saved.snapshot_id).commands.run("cat /srv/data/mine; /mnt/tools/hello").stdout == "mine\nhello\n"
+    Sandbox.delete_snapshot(saved.snapshot_id)
+
+
 def test_what_cannot_be_started_leaves_nothing(image: str, api: httpx.Client, node: NodeProcess) -> None:
     host = image.partition("/")[0]
     for body, status, says in (
@@ -223,6 +247,11 @@ def test_what_cannot_be_started_leaves_nothing(image: str, api: httpx.Client, no
         ({"image": image, "diskSizeMB": 64 << 20}, 400, "diskSizeMB"),
         ({"image": image, "cpuCount": 64}, 400, "cpuCount"),
         ({"image": image, "memoryMB": 64}, 400, "memoryMB"),
+        (
+            {"image": image, "attachedDrives": [{"driveID": "x", "source": {"image": f"{host}/no/ne"}}]},
+            400,
+            "not found",
+        ),
     ):
         answer = api.post("/sandboxes-cold", json=body, timeout=120)
         assert answer.status_code == status and says in answer.json()["message"], answer.text

@@ -1,13 +1,11 @@
 """Cold starts: a sandbox from a container image. AgentENV's ``/sandboxes-cold``, which E2B does not have."""
 
-from typing import Any
-
 from fastapi import APIRouter, Response
 from pydantic import Field, StrictInt
 
 from aenv.api import convert, schemas
 from aenv.api.context import Ctx, errors
-from aenv.api.errors import UnsupportedError
+from aenv.api.drives import AttachedDrive, drives
 from aenv.orchestrator.boot import allowed_arguments
 from aenv.orchestrator.model import ColdMachine
 
@@ -28,7 +26,9 @@ class NewColdSandbox(schemas.SandboxRequest):
     disk_size_mb: StrictInt | None = Field(
         None, description="MiB of the root disk; the node's default if left out or 0"
     )
-    attached_drives: list[dict[str, Any]] | None = Field(None, description="Refused: sandboxes have one disk")
+    attached_drives: list[AttachedDrive] | None = Field(
+        None, description="Images whose files are put into folders of the root disk, and are captured with it"
+    )
     extra_boot_args: schemas.Text | None = Field(
         None, description="More kernel parameters; what the node's boot_args_allow does not list is left out"
     )
@@ -41,17 +41,13 @@ async def create(body: NewColdSandbox, context: Ctx, response: Response) -> sche
     Pulling an image for the first time may take minutes; the next cold start of it takes as long as the guest's
     kernel. Environment, working directory and user are the image's; afterwards it is a sandbox like any other.
     """
-    if body.attached_drives:
-        raise UnsupportedError(
-            "attachedDrives: sandboxes of this server have one disk, and no drives can be attached.",
-            "Make one image of both, or copy the files into the sandbox.",
-        )
     spec = convert.spec(body, body.image.strip(), context.settings, default_timeout=_TIMEOUT, always_secure=False)
     machine = ColdMachine(
         vcpus=body.cpu_count,
         memory_mib=body.memory_mb,
         disk_mib=body.disk_size_mb,
         boot_arguments=allowed_arguments(body.extra_boot_args or "", context.settings.boot_args_allow),
+        drives=drives(body.attached_drives or ()),
     )
     created = await context.orchestrator.create_cold(spec, machine)
     response.headers["x-agentenv-sandbox-id"] = created.id

@@ -14,6 +14,8 @@ from aenv.image.prepare import VERSION as PREPARED
 
 CONVERTED = 1
 """Raise it when a change makes another file system of the same layers: conversions are cached under it."""
+DRIVES = 1
+"""The same for what makes a drive."""
 MAX_STEPS = 200
 """Layers of a stack (255 are possible) that an image's layers become, one each; further ones go into the last."""
 
@@ -54,6 +56,12 @@ def prepared_key(chain: str, size_mib: int, user: str, path: str) -> str:
     """Of a chain's file system with what the platform adds for an image with this User and PATH."""
     name = _hash(f"{chain}\0{user}\0{path}").partition(":")[2]
     return f"{name}-{size_mib}-c{CONVERTED}-p{PREPARED}"
+
+
+def attached_key(below: str, chain: str, size_mib: int, path: str, folder: str) -> str:
+    """Of a file system, whose topmost layer has the digest ``below``, with a drive in it."""
+    name = _hash(f"{below}\0{chain}\0{path}\0{folder}").partition(":")[2]
+    return f"{name}-{size_mib}-c{CONVERTED}-d{DRIVES}"
 
 
 def _hash(text: str) -> str:

@@ -21,6 +21,7 @@ from typing import Protocol, Self
 
 from aenv.config import Settings
 from aenv.image import chain
+from aenv.image.drives import DriveImage
 from aenv.image.errors import ImageError
 from aenv.image.layerstore import Hold, LayerStore, StoredLayer
 from aenv.image.locks import locked, try_lock
@@ -88,8 +89,13 @@ class Conversion:
         self.unpacker = await self._stack.enter_async_context(unpacker)
         self._fresh, self._shown = True, False
 
+    @property
+    def hold(self) -> Hold:
+        """The layers of the disk as it is now; as long as this object is not left."""
+        return self._hold
+
     async def run(self, layers: Sequence[SourceLayer], archives: Archives, config: ImageConfig) -> Hold:
-        """The layers of the image's disk; as long as this object is not left.
+        """Make the image's disk, beginning with the first layer: ``hold``.
 
         Raises ImageError and its kinds, CapacityError, and what ``archives`` raises.
         """
@@ -135,14 +141,32 @@ class Conversion:
         await self._step(final, prepare)
         return self._hold
 
-    def _applying(self, layers: Sequence[SourceLayer], numbers: range, archives: Archives) -> Step:
+    async def attach(self, drive: DriveImage, layers: Sequence[SourceLayer], archives: Archives) -> None:
+        """Add a drive to the disk. Raises what ``run`` raises."""
+        steps = chain.steps([layer.id for layer in layers])
+        below = self._hold.layers[-1].digest
+
+        async def add(unpacker: Unpacker) -> str:
+            self._progress(f"adding {drive.image} at /{drive.path}")
+            archives.start(0)
+            await unpacker.stage()
+            await self._applying(layers, range(len(layers)), archives, staged=True)(unpacker)
+            await unpacker.place(drive.path, drive.folder)
+            return self._hold.user
+
+        name = steps[-1][0] if steps else ""
+        await self._step(chain.attached_key(below, name, self._size, drive.path, drive.folder), add)
+
+    def _applying(
+        self, layers: Sequence[SourceLayer], numbers: range, archives: Archives, *, staged: bool = False
+    ) -> Step:
         async def apply(unpacker: Unpacker) -> str:
             for number in numbers:
                 layer = layers[number]
 
                 async def unpack(archive: Path, layer: SourceLayer = layer, number: int = number) -> None:
                     self._progress(f"unpacking layer {number + 1} of {len(layers)}")
-                    await unpacker.apply(archive, diff_id=layer.diff_id, whiteouts=layer.whiteouts)
+                    await unpacker.apply(archive, diff_id=layer.diff_id, whiteouts=layer.whiteouts, staged=staged)
 
                 await archives.apply(number, unpack)
             return ""

@@ -8,54 +8,31 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
-import shutil
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from aenv.config import Settings
-from aenv.errors import CapacityError
 from aenv.image.budget import MIB
 from aenv.image.chain import CONVERTED, layer_id
-from aenv.image.convert import Conversion, SourceLayer, workspace
-from aenv.image.endpoints import check_allowed
-from aenv.image.errors import (
-    ArchiveError,
-    DigestMismatchError,
-    ImageNotFoundError,
-    ImageTooLargeError,
-    RegistryForbiddenError,
-    RegistryUnauthorizedError,
-)
+from aenv.image.convert import Conversion, Progress, SourceLayer, workspace
+from aenv.image.drives import DriveImage
+from aenv.image.errors import ImageTooLargeError, RegistryForbiddenError, UnsupportedImageError
 from aenv.image.gc import collect
-from aenv.image.inventory import note
 from aenv.image.layerstore import Hold, LayerStore, StoredLayer, read_record, write_record
 from aenv.image.locks import locked
-from aenv.image.manifest import (
-    ImageConfig,
-    MalformedImageError,
-    Manifest,
-    diff_ids,
-    document,
-    image_config,
-    is_index,
-    manifest,
-    select,
-)
+from aenv.image.manifest import ImageConfig
 from aenv.image.native import NativeImage, is_native
 from aenv.image.prepare import VERSION
-from aenv.image.reference import Reference, candidates, parse
+from aenv.image.reference import Reference, parse
 from aenv.image.registry import RegistryClient
+from aenv.image.remote import Downloads, find
 from aenv.image.sources import Layer, LocalSource, file_digest, identity, open_local, parse_local
-from aenv.image.store import BlobStore, Lease
 from aenv.image.unpacker import Unpackers
 
-Progress = Callable[[str], None]
-_PROGRESS_S = 2.0
 LOCAL_SCHEMES = ("oci", "docker-archive", "tar")
 _TUPLES = ("entrypoint", "cmd", "shell", "exposed_ports", "volumes")
 
@@ -82,6 +59,7 @@ async def pull_image(
     credentials: tuple[str, str] | None = None,
     progress: Progress = lambda text: None,
     allow_local: bool = False,
+    drives: Sequence[DriveImage] = (),
     processes: Unpackers | None = None,
 ) -> ConvertedImage | NativeImage:
     """The image as an ext4 file system on a disk of ``size_mib`` MiB, and its configuration. Needs root.
@@ -92,7 +70,7 @@ async def pull_image(
     images have made are used. Of an overlaybd-native image nothing but its description is fetched. ``credentials``
     (user name, password) go to the registry of the reference. With ``allow_local``, ``oci:PATH``,
     ``docker-archive:PATH`` and ``tar:PATH`` name files of this machine: never allow that to whoever may not read
-    its files. ``processes`` does the work.
+    its files. ``drives`` are images whose files are put into folders of it. ``processes`` does the work.
 
     Raises ImageError and its kinds, CapacityError.
     """
@@ -110,7 +88,7 @@ async def pull_image(
             )
         if scheme in LOCAL_SCHEMES and allow_local and (local := parse_local(reference)) is not None:
             return await _from_local(local, maker)
-        return await _from_registry(parse(reference), maker, credentials)
+        return await _from_registry(parse(reference), maker, credentials, drives)
     finally:
         await asyncio.shield(asyncio.to_thread(collect, home, settings.image_cache * MIB))
         await asyncio.shield(own.close())
@@ -129,22 +107,25 @@ class _Maker:
     progress: Progress
     processes: Unpackers
 
-    async def make(self, digest: str, work: Work) -> ConvertedImage:
-        """The converted image, by ``work`` unless it is cached."""
+    async def make(self, digest: str, work: Work, variant: Sequence[str] = ()) -> ConvertedImage:
+        """The converted image, by ``work`` unless it is cached. ``variant``: what else it depends on."""
+        name = digest.partition(":")[2]
+        if variant:
+            name += "-v" + hashlib.sha256("\n".join(variant).encode()).hexdigest()[:32]
         for size in self.sizes:
-            if (known := self._cached(digest, size)) is not None:
+            if (known := self._cached(name, size)) is not None:
                 return known
         for size in self.sizes[:-1]:
             try:
-                return await self._make(digest, size, work)
+                return await self._make(name, size, work)
             except ImageTooLargeError:
                 self.progress(f"it does not fit {size} MiB; converting it to {self.sizes[-1]} MiB")
-        return await self._make(digest, self.sizes[-1], work)
+        return await self._make(name, self.sizes[-1], work)
 
-    async def _make(self, digest: str, size: int, work: Work) -> ConvertedImage:
-        target = self._record(digest, size)
+    async def _make(self, name: str, size: int, work: Work) -> ConvertedImage:
+        target = self._record(name, size)
         async with locked(self.home / "images" / "locks" / target.stem):
-            if (known := self._cached(digest, size)) is not None:
+            if (known := self._cached(name, size)) is not None:
                 return known
             async with Conversion(self.home, size, self.settings, self.progress, self.processes) as conversion:
                 config, hold = await work(conversion, size)
@@ -153,9 +134,9 @@ class _Maker:
                 await asyncio.to_thread(write_record, target, hold.layers, config=asdict(config))
                 return ConvertedImage(config, hold.layers, size * MIB)
 
-    def _cached(self, digest: str, size: int) -> ConvertedImage | None:
+    def _cached(self, name: str, size: int) -> ConvertedImage | None:
         """Marks its layers as used."""
-        target = self._record(digest, size)
+        target = self._record(name, size)
         record = read_record(target)
         hold = LayerStore(self.home).hold(record[0]) if record is not None else None
         if hold is None:
@@ -168,9 +149,8 @@ class _Maker:
             except (OSError, ValueError, TypeError, KeyError):
                 return None
 
-    def _record(self, digest: str, size: int) -> Path:
-        name = f"{digest.partition(':')[2]}-{size}-c{CONVERTED}-p{VERSION}.json"
-        return self.home / "images" / "rootfs" / name
+    def _record(self, name: str, size: int) -> Path:
+        return self.home / "images" / "rootfs" / f"{name}-{size}-c{CONVERTED}-p{VERSION}.json"
 
 
 async def _from_local(source: LocalSource, maker: _Maker) -> ConvertedImage:
@@ -198,74 +178,42 @@ async def _digest(layer: Layer) -> str:
 
 
 async def _from_registry(
-    reference: Reference, maker: _Maker, credentials: tuple[str, str] | None
+    reference: Reference, maker: _Maker, credentials: tuple[str, str] | None, drives: Sequence[DriveImage]
 ) -> ConvertedImage | NativeImage:
-    store, settings = BlobStore(maker.home), maker.settings
+    settings = maker.settings
     async with RegistryClient(settings, credentials) as client:
-        found, digest, parsed = await _resolve(
-            client, store, candidates(reference, settings.registry_search), settings
-        )
-        if is_native(parsed):
-            value = await _config(client, store, found, parsed)
-            return NativeImage(replace(found, digest=digest), image_config(value, digest), parsed.layers)
-        used = [parsed.config.digest, *(layer.digest for layer in parsed.layers)]
-        await asyncio.to_thread(note, maker.home, digest, str(found), used)
+        image = await find(client, maker.home, reference, settings)
+        if is_native(image.manifest):
+            if drives:
+                raise UnsupportedImageError(
+                    f"{image.reference} is an overlaybd image, to whose disk no drives can be added.",
+                    "Use the image that it was converted from.",
+                )
+            at = replace(image.reference, digest=image.digest)
+            return NativeImage(at, await image.config(), image.manifest.layers)
+        await image.note()
+        attached = []
+        for drive in drives:
+            found = await find(client, maker.home, parse(drive.image), settings)
+            if is_native(found.manifest):
+                raise UnsupportedImageError(
+                    f"{found.reference} is an overlaybd image, which cannot be a drive.",
+                    "Use the image that it was converted from.",
+                )
+            await found.note()
+            attached.append((drive, found))
 
         async def work(conversion: Conversion, size: int) -> tuple[ImageConfig, Hold]:
-            value = await _config(client, store, found, parsed)
-            config, ids = image_config(value, digest), diff_ids(value)
-            if len(ids) != len(parsed.layers):
-                raise MalformedImageError("The manifest and the configuration differ in the number of layers.")
-            layers = [
-                SourceLayer(layer_id(diff_id, layer.digest), diff_id)
-                for layer, diff_id in zip(parsed.layers, ids, strict=True)
-            ]
-            async with _Downloads(client, store, found, parsed, maker, size) as downloads:
-                return config, await conversion.run(layers, downloads, config)
+            config = await image.config()
+            async with Downloads(image, size, settings, maker.progress) as downloads:
+                await conversion.run(await image.layers(), downloads, config)
+            for drive, found in attached:
+                async with Downloads(found, size, settings, maker.progress) as downloads:
+                    await conversion.attach(drive, await found.layers(), downloads)
+            return config, conversion.hold
 
-        return await maker.make(digest, work)
-
-
-async def _config(client: RegistryClient, store: BlobStore, found: Reference, parsed: Manifest) -> dict[str, Any]:
-    data = store.get(parsed.config.digest) or await client.document(found, parsed.config)
-    await asyncio.to_thread(store.put, data, parsed.config.digest)
-    return document(data, "image's configuration")
-
-
-async def _resolve(
-    client: RegistryClient, store: BlobStore, names: list[Reference], settings: Settings
-) -> tuple[Reference, str, Manifest]:
-    """The first of ``names`` that exists, with digest and content of its manifest for this platform.
-
-    A registry that cannot be reached ends the search: another one's image of that name may be a stranger's.
-    """
-    for name in names:
-        assert name.registry is not None
-        check_allowed(name.registry, settings.registry_allow)
-        try:
-            version: str | None = None
-            for _ in range(4):  # an index may list indexes
-                wanted = version or name.digest
-                data = store.get(wanted) if wanted else None
-                media_type = ""
-                if data is None or wanted is None:
-                    received = await client.manifest(name, version)
-                    data, wanted, media_type = received.data, received.digest, received.media_type
-                    await asyncio.to_thread(store.put, data, wanted)
-                value = document(data, "manifest")
-                if not is_index(value, media_type):
-                    return name, wanted, manifest(value)
-                version = select(value).digest
-            raise MalformedImageError(f"Indexes of {name} are nested too deep.")
-        except (ImageNotFoundError, RegistryUnauthorizedError) as error:
-            if name is names[-1]:
-                if len(names) == 1:
-                    raise
-                searched = ", ".join(str(tried.registry) for tried in names)
-                raise ImageNotFoundError(
-                    f"Image {names[0].repository} is in none of {searched}. Last answer: {error.message}", error.hint
-                ) from error
-    raise AssertionError("the search list is never empty")
+        variant = [f"{found.digest} {drive.path} {drive.folder}" for drive, found in attached]
+        return await maker.make(image.digest, work, variant)
 
 
 class _Files:
@@ -279,92 +227,3 @@ class _Files:
 
     async def apply(self, number: int, unpack: Callable[[Path], Awaitable[None]]) -> None:
         await unpack(self._layers[number].path)
-
-
-class _Downloads:
-    """Archives of a registry's image, downloaded side by side; as an asynchronous context manager."""
-
-    def __init__(
-        self,
-        client: RegistryClient,
-        store: BlobStore,
-        reference: Reference,
-        parsed: Manifest,
-        maker: _Maker,
-        size_mib: int,
-    ) -> None:
-        self._client = client
-        self._store = store
-        self._reference = reference
-        self._parsed = parsed
-        self._maker = maker
-        self._size = size_mib
-        self._tasks: dict[str, asyncio.Future[Lease]] = {}
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for download in self._tasks.values():
-            download.cancel()
-        for result in await asyncio.gather(*self._tasks.values(), return_exceptions=True):
-            if isinstance(result, Lease):
-                result.close()
-
-    def start(self, first: int) -> None:
-        """Raises ImageTooLargeError, CapacityError."""
-        # A layer may occur twice; it is downloaded once.
-        wanted = {layer.digest: layer for layer in self._parsed.layers[first:] if layer.digest not in self._tasks}
-        total = sum(layer.size or 0 for layer in wanted.values())
-        _check_sizes(total, self._maker.home, self._size, self._maker.settings)
-        if wanted:
-            self._maker.progress(f"pulling {self._reference}: {len(wanted)} layers, {total / 1e6:.1f} MB")
-        report = _Download(total, self._maker.progress)
-        for digest, layer in wanted.items():
-            work = self._client.blob(self._reference, layer, self._store, report.received)
-            self._tasks[digest] = asyncio.ensure_future(work)
-
-    async def apply(self, number: int, unpack: Callable[[Path], Awaitable[None]]) -> None:
-        """A damaged one is removed, so that the next pull downloads it."""
-        digest = self._parsed.layers[number].digest
-        lease = await self._tasks[digest]
-        try:
-            await unpack(lease.path)
-        except (DigestMismatchError, ArchiveError) as error:
-            if not isinstance(error, ImageTooLargeError):
-                lease.close()
-                self._store.remove(digest)
-            raise
-
-
-def _check_sizes(total: int, home: Path, size_mib: int, settings: Settings) -> None:
-    """Refuse before the download what cannot fit after it."""
-    if total > 2 * size_mib * MIB:
-        raise ImageTooLargeError(
-            f"The image has {total // MIB} MiB of compressed layers, for a disk of {size_mib} MiB.",
-            "Ask for a larger disk.",
-        )
-    free = shutil.disk_usage(home).free
-    if total + settings.reserve_disk * MIB > free:
-        raise CapacityError(
-            f"The image's download needs {total // MIB} MiB and the node has {free // MIB} MiB free.",
-            "Free space, lower `image_cache`, or set AENV_HOME to a larger disk.",
-        )
-
-
-class _Download:
-    """Reports how much has arrived, now and then."""
-
-    def __init__(self, total: int, progress: Progress) -> None:
-        self.total = total
-        self._done = 0
-        self._progress = progress
-        self._last = time.monotonic()
-
-    def received(self, count: int) -> None:
-        self._done += count
-        if time.monotonic() - self._last >= _PROGRESS_S:
-            self._last = time.monotonic()
-            self._progress(f"downloaded {self._done / 1e6:.0f} of {self.total / 1e6:.0f} MB")

@@ -128,9 +128,20 @@ class Unpacker:
         """Begin with the file system in these layers, bottom first."""
         await self._call({"op": "show", "layers": [str(path) for path in layers], "format": False})
 
-    async def apply(self, layer: Path, *, diff_id: str | None = None, whiteouts: bool = True) -> None:
-        """Apply a layer to the file system. See ``apply_layer``."""
-        await self._call({"op": "apply", "layer": str(layer), "diff_id": diff_id, "whiteouts": whiteouts})
+    async def apply(
+        self, layer: Path, *, diff_id: str | None = None, whiteouts: bool = True, staged: bool = False
+    ) -> None:
+        """Apply a layer to the file system, or to what is staged. See ``apply_layer``."""
+        options = {"diff_id": diff_id, "whiteouts": whiteouts, "staged": staged}
+        await self._call({"op": "apply", "layer": str(layer), **options})
+
+    async def stage(self) -> None:
+        """See ``aenv.image.drives``."""
+        await self._call({"op": "stage"})
+
+    async def place(self, path: str, folder: str) -> None:
+        """See ``aenv.image.drives``."""
+        await self._call({"op": "place", "path": path, "folder": folder})
 
     async def extract(self, folder: Path, archive: Path) -> None:
         """Unpack an archive into a folder of the host."""

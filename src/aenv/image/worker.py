@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import signal
@@ -18,9 +19,11 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from aenv.errors import AenvError
+from aenv.image import drives
 from aenv.image.answers import describe
 from aenv.image.budget import Budget
 from aenv.image.diskserver import DiskServer
+from aenv.image.errors import ImageError
 from aenv.image.ext4 import make_blank
 from aenv.image.layers import apply_layer
 from aenv.image.loop import LoopDevice, leave_mounts, unmount
@@ -39,6 +42,7 @@ class _Work:
 
     def __init__(self, size_mib: int, work: Path, reserve_mib: int) -> None:
         self._file, self._tree = work / "disk", work / "tree"
+        self._staged = self._tree
         self._tree.mkdir(mode=0o700)
         self._disk = DiskServer(self._file, work)
         self._size = size_mib << 20
@@ -46,14 +50,30 @@ class _Work:
         self._loop: LoopDevice | None = None
         self._mounted = False
 
-    def run(self, request: dict[str, Any], note: Callable[[str], None]) -> dict[str, Any]:
+    def answer(self, request: dict[str, Any], note: Callable[[str], None]) -> dict[str, Any]:
+        """Raises ImageError and its kinds, CapacityError."""
+        try:
+            return self._run(request, note)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise self._budget.exhausted() from error
+            raise ImageError(f"The image cannot be converted: {error.strerror or error}.") from error
+
+    def _run(self, request: dict[str, Any], note: Callable[[str], None]) -> dict[str, Any]:
         match request["op"]:
             case "show":
                 self._show(request["layers"], make=request["format"])
             case "apply":
                 options = {"diff_id": request["diff_id"], "whiteouts": request["whiteouts"], "note": note}
                 with self._disk.blamed():
-                    apply_layer(self._mount(), Path(request["layer"]), self._budget, **options)
+                    tree = self._staged if request["staged"] else self._mount()
+                    apply_layer(tree, Path(request["layer"]), self._budget, **options)
+            case "stage":
+                with self._disk.blamed():
+                    self._staged = drives.stage(self._mount())
+            case "place":
+                with self._disk.blamed():
+                    drives.place(self._mount(), request["path"], request["folder"])
             case "extract":
                 folder = Path(request["folder"])
                 apply_layer(folder, Path(request["layer"]), self._budget, whiteouts=False, note=note)
@@ -114,7 +134,7 @@ def main() -> None:
                 if work is None:
                     assert failure is not None
                     raise failure
-                answer |= work.run(json.loads(line), notes.append)
+                answer |= work.answer(json.loads(line), notes.append)
             except AenvError as error:
                 answer |= describe(error)
             print(json.dumps(answer), flush=True)

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 
 from aenv.network.slot import NetworkSlot
+from aenv.orchestrator.model import Drive
 
 _ARGUMENT = re.compile(r"[0-9A-Za-z_./+=-]+")
 _OWN = "aenv."
@@ -17,6 +18,12 @@ def allowed_arguments(text: str, prefixes: Sequence[str]) -> tuple[str, ...]:
     """
     words = (word for word in text.split() if _ARGUMENT.fullmatch(word) and not word.startswith(("=", _OWN)))
     return tuple(word for word in words if word.startswith(tuple(prefixes)))
+
+
+def read_only_folders(drives: Sequence[Drive]) -> tuple[str, ...]:
+    """The parameter by which a guest makes the folders of drives read-only."""
+    folders = ",".join(drive.mount_path for drive in drives if drive.read_only)
+    return (f"{_OWN}readonly={folders}",) if folders else ()
 
 
 # Pages that are freed become zero, and zero pages are not stored: a snapshot has what its guest uses, and not what it

@@ -14,8 +14,10 @@ import structlog
 from aenv.config import Settings
 from aenv.errors import InvalidRequestError
 from aenv.image.defaults import default_user, default_workdir
+from aenv.image.drives import DriveImage
 from aenv.image.errors import UnsupportedImageError
 from aenv.orchestrator import firstboot
+from aenv.orchestrator.boot import read_only_folders
 from aenv.orchestrator.model import ColdMachine, Sandbox
 from aenv.orchestrator.ondemand import ImageDisk, ImageVolumes
 from aenv.orchestrator.records import ImageOrigin
@@ -71,6 +73,7 @@ class ColdStarts:
             image,
             size_mib=usual,
             larger_mib=disk_mib,
+            drives=[DriveImage(drive.image, drive.mount_path.lstrip("/"), drive.folder) for drive in wanted.drives],
             progress=lambda message: log.debug("cold start", image=image, doing=message),
         )
         own = -(-disk.volume.virtual_size // MIB)
@@ -84,12 +87,13 @@ class ColdStarts:
                 f"Ask for {own} or more, or leave it out.",
             )
         asked = disk_mib if disk.prepared else wanted.disk_mib or 0
-        return ColdRoot(disk, shape, max(own, asked), wanted.boot_arguments)
+        return ColdRoot(disk, shape, max(own, asked), (*wanted.boot_arguments, *read_only_folders(wanted.drives)))
 
     def _machine(self, wanted: ColdMachine) -> tuple[MachineShape, int]:
         vcpus = self._shape.vcpus if wanted.vcpus is None else wanted.vcpus
         memory = self._shape.memory_mib if wanted.memory_mib is None else wanted.memory_mib
         disk = wanted.disk_mib or self._settings.default_disk  # of 0 MiB, which the API allows, is no disk
+        disk += sum(drive.disk_mib for drive in wanted.drives)
         for name, value, least, most in (
             ("cpuCount", vcpus, 1, MAX_VCPUS),
             ("memoryMB", memory, MIN_MEMORY, MAX_MEMORY),

@@ -54,6 +54,17 @@ class SandboxSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Drive:
+    """An image whose files, those in ``folder`` if that is set, are to be at ``mount_path``, which is absolute."""
+
+    image: str
+    mount_path: str
+    folder: str = ""
+    read_only: bool = True
+    disk_mib: int = 0  # room for it
+
+
+@dataclass(frozen=True, slots=True)
 class ColdMachine:
     """The machine that boots an image, as asked for; None is the node's default. Sizes are MiB."""
 
@@ -61,6 +72,7 @@ class ColdMachine:
     memory_mib: int | None = None
     disk_mib: int | None = None
     boot_arguments: tuple[str, ...] = ()
+    drives: tuple[Drive, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

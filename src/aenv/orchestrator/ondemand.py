@@ -14,20 +14,22 @@ import contextlib
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from aenv.config import Settings
 from aenv.errors import SourceError
+from aenv.image.convert import Progress
+from aenv.image.drives import DriveImage
 from aenv.image.errors import UnsupportedImageError
 from aenv.image.layerstore import LayerStore
 from aenv.image.manifest import ImageConfig
 from aenv.image.native import NativeImage
 from aenv.image.ranged import RegistryBlobs, described
 from aenv.image.reference import Reference, parse
-from aenv.image.rootfs import ConvertedImage, Progress, pull_image
+from aenv.image.rootfs import ConvertedImage, pull_image
 from aenv.image.unpacker import Unpackers
 from aenv.orchestrator.store import Store
 from aenv.snapshot.manifest import LayerRef, Volume
@@ -73,6 +75,7 @@ class ImageVolumes:
         size_mib: int,
         larger_mib: int = 0,
         credentials: tuple[str, str] | None = None,
+        drives: Sequence[DriveImage] = (),
         progress: Progress = lambda text: None,
     ) -> ImageDisk:
         """The image's disk: of ``size_mib``, or ``larger_mib`` where it does not fit; a native one has its own size.
@@ -87,6 +90,7 @@ class ImageVolumes:
             larger_mib=larger_mib,
             settings=self._settings,
             credentials=credentials,
+            drives=drives,
             progress=progress,
             processes=self._processes,
         )
