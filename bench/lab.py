@@ -16,10 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
-from lab.settings import GUEST_CACHE
+from lab.settings import ENVD, GUEST_CACHE, ROOT
 
 from aenv.client.guest import ENVD_PORT
 from aenv.config import Settings
+from aenv.guest.artifacts import ensure_kernel_and_initramfs
 from aenv.network.pool import SlotPool
 from aenv.network.settings import NetworkSettings
 from aenv.network.slot import NetworkSlot
@@ -96,6 +97,11 @@ class Bench:
         qcow2.create_overlay(path, below, form=form)
         return path
 
+    def _new_files(self, *paths: Path) -> None:
+        """Snapshots are written to files that were not there: those of others are never overwritten."""
+        for path in paths:
+            path.unlink(missing_ok=True)
+
     def parameters(self, slot: NetworkSlot) -> dict[str, str]:
         return boot_parameters(slot, [], "bench", ZERO_FREED)
 
@@ -159,6 +165,7 @@ class Bench:
             vm.kill()
 
     def _captured_raw(self, vm: Raw) -> float:
+        self._new_files(self.raw_folder / "state", self.raw_folder / "delta")
         started = time.perf_counter()
         vm.capture(self.raw_folder / "state", self.raw_folder / "delta")
         if isinstance(vm, RawFirecracker):
@@ -220,6 +227,7 @@ class Bench:
             await vm.restore(MemoryImage(snapshot.memory, None), snapshot.state, self.overlay(snapshot.disk))
             await asyncio.to_thread(until_answer, slot)
             await asyncio.to_thread(run_command, slot.host_address, ENVD_PORT, CHANGES)
+            self._new_files(self.files / "state", self.files / "delta")
             started = time.perf_counter()
             await vm.stop()
             await vm.capture(self.files / "state", self.files / "delta")
@@ -241,6 +249,7 @@ class Bench:
         try:
             await source.restore(MemoryImage(snapshot.memory, None), snapshot.state, self.overlay(snapshot.disk))
             await asyncio.to_thread(until_answer, self.slots[-1])
+            self._new_files(state, delta)
             started = time.perf_counter()
             await source.stop()
             frozen = await source.disk()
@@ -299,11 +308,10 @@ async def measure(vmm: str, rounds: int) -> list[Row]:
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir(parents=True)
     (home / "artifacts").symlink_to(GUEST_CACHE / "artifacts")
-    kernel = next((home / "artifacts").glob("kernel-*/vmlinux"))
-    initramfs = max((home / "artifacts").glob("initramfs-*.cpio"), key=lambda path: path.stat().st_mtime)
+    guest = await ensure_kernel_and_initramfs(home, ROOT / ENVD, kernel=None, progress=lambda _: None)
     found = {name.removeprefix("AENV_").lower(): value for name, value in homes.settings(vmm).items()}
     settings = Settings.model_validate({**found, "home": home, "runtime": runtime, "slot_prefix": "aenvb"})
-    hypervisors = Hypervisors(settings, kernel, initramfs, lambda _: None)
+    hypervisors = Hypervisors(settings, guest.kernel, guest.initramfs, lambda _: None)
     chosen = await hypervisors.choose()
     fingerprint = chosen.fingerprint
     console.print(
@@ -315,7 +323,7 @@ async def measure(vmm: str, rounds: int) -> list[Row]:
     try:
         await pool.start()
         slots = [await pool.acquire() for _ in range(CHILDREN + 1)]
-        bench = Bench(chosen, home, kernel, initramfs, slots, rounds)
+        bench = Bench(chosen, home, guest.kernel, guest.initramfs, slots, rounds)
         await bench.run()
         bench.report.show()
         return bench.report.rows
