@@ -9,6 +9,7 @@ import ctypes
 import errno
 import os
 import platform
+import stat
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,6 +36,10 @@ SYS_CAPSET, SYS_SETGROUPS, SYS_SETRESGID, SYS_SETRESUID, SYS_PIVOT_ROOT, SYS_KEY
 HOST_NAME = b"vm"
 
 _libc = ctypes.CDLL(None, use_errno=True)
+# For calls of microseconds: it keeps the interpreter's lock. A thread that lets it go may wait 5 ms to get it back
+# when others compute, as in a fork of many, and the calls of one visit would add up.
+_quick = ctypes.PyDLL(None, use_errno=True)
+_quick.syscall.restype = ctypes.c_long
 _libc.syscall.restype = ctypes.c_long
 _libc.mount.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p]
 
@@ -48,11 +53,11 @@ def _check(result: int, what: str) -> int:
 
 def _call(number: int, what: str, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | None) -> int:
     words = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
-    return _check(_libc.syscall(ctypes.c_long(number), *words), what)
+    return _check(_quick.syscall(ctypes.c_long(number), *words), what)
 
 
 def _prctl(option: int, value: int, what: str) -> int:
-    return _check(_libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0), what)
+    return _check(_quick.prctl(option, ctypes.c_ulong(value), 0, 0, 0), what)
 
 
 def own_directories() -> None:
@@ -84,7 +89,7 @@ def become(user: int | None) -> None:
             if error.errno != errno.EPERM:  # without CAP_SETPCAP; no_new_privs makes it as good
                 raise
     # The server's keys would go along: a session keyring is inherited.
-    _libc.syscall(ctypes.c_long(SYS_KEYCTL), ctypes.c_long(KEYCTL_JOIN_SESSION_KEYRING), None)
+    _quick.syscall(ctypes.c_long(SYS_KEYCTL), ctypes.c_long(KEYCTL_JOIN_SESSION_KEYRING), None)
     if user is not None:
         _call(SYS_SETGROUPS, "setgroups", 0, None)
         _call(SYS_SETRESGID, f"setresgid({user})", user, user, user)
@@ -116,7 +121,7 @@ def set_dumpable(value: int) -> None:
 
 def enter_mounts(namespace: int) -> None:
     """Enter a mount namespace by its descriptor; root and working directory become its root."""
-    _check(_libc.setns(namespace, CLONE_NEWNS), "entering a mount namespace")
+    _check(_quick.setns(namespace, CLONE_NEWNS), "entering a mount namespace")
 
 
 def mount_tmpfs(target: str, flags: int, options: str) -> None:
@@ -130,9 +135,25 @@ def bind(source: Path, target: Path) -> None:
 
 def pivot_to_working_directory() -> None:
     """Make the working directory, a mount, the root of this namespace and of all in it, and forget the old root."""
-    _call(SYS_PIVOT_ROOT, "pivot_root", b".", b".")
+    _check(_libc.syscall(ctypes.c_long(SYS_PIVOT_ROOT), b".", b"."), "pivot_root")
     _check(_libc.umount2(b".", MNT_DETACH), "unmounting the old root")
     os.chdir("/")
+
+
+def close(file: int) -> None:
+    """Close a descriptor that has nothing to write."""
+    _quick.close(file)
+
+
+def make_mount_point(path: str, *, folder: bool) -> None:
+    """An empty file or folder, with the folders above it; fine when it is there."""
+    name = path.encode()
+    made = _quick.mkdir(name, 0o755) if folder else _quick.mknod(name, stat.S_IFREG, 0)
+    if made < 0 and ctypes.get_errno() == errno.ENOENT:
+        make_mount_point(path.rpartition("/")[0], folder=True)
+        made = _quick.mkdir(name, 0o755) if folder else _quick.mknod(name, stat.S_IFREG, 0)
+    if made < 0 and ctypes.get_errno() != errno.EEXIST:
+        _check(made, f"making {path}")
 
 
 def clone_mount(file: int, *, writable: bool) -> int:
@@ -145,7 +166,7 @@ def clone_mount(file: int, *, writable: bool) -> int:
         wanted = ctypes.create_string_buffer(struct.pack("=4Q", attributes, 0, 0, 0), 32)  # struct mount_attr
         _call(SYS_MOUNT_SETATTR, "mount_setattr", tree, b"", AT_EMPTY_PATH, wanted, 32)
     except BaseException:
-        os.close(tree)
+        close(tree)
         raise
     return tree
 

@@ -65,7 +65,7 @@ class Content:
 class OpenShare:
     """A share that was opened on the host's side: ``tree`` is a detached mount of it, -1 for a device or a copy.
 
-    ``frozen``: it is there already, only that it may be written.
+    ``over``: something is there. ``frozen``: it is this, only that it may be written.
     """
 
     path: str
@@ -74,6 +74,7 @@ class OpenShare:
     number: int  # of a device
     tree: int = -1
     data: bytes | None = None
+    over: bool = False
     frozen: bool = False
 
 
@@ -87,8 +88,10 @@ def opened(shares: Iterable[Share], user: int | None, present: dict[str, Content
     found: list[OpenShare] = []
     with contextlib.ExitStack() as stack:
         for share in shares:
+            if not share.path.startswith("/"):
+                raise ValueError(f"{share.path} is not an absolute path.")
             file = os.open(share.source, os.O_PATH | os.O_CLOEXEC)
-            stack.callback(os.close, file)
+            stack.callback(calls.close, file)
             status = os.fstat(file)
             special = stat.S_ISCHR(status.st_mode) or stat.S_ISBLK(status.st_mode)
             writable = special or (share.writable and not stat.S_ISDIR(status.st_mode))
@@ -103,12 +106,13 @@ def opened(shares: Iterable[Share], user: int | None, present: dict[str, Content
             if present.get(share.path) == content and not copied:
                 continue
             entry = OpenShare(share.path, content, status.st_mode, status.st_rdev)
+            entry.over = share.path in present
             entry.frozen = present.get(share.path) == Content(status.st_dev, status.st_ino, True)
             if copied:
                 entry.data = share.source.read_bytes()
             elif not special:
                 entry.tree = calls.clone_mount(file, writable=writable)
-                stack.callback(os.close, entry.tree)
+                stack.callback(calls.close, entry.tree)
             found.append(entry)
         yield found
 
@@ -142,24 +146,20 @@ def place(shares: Iterable[OpenShare], user: int | None) -> None:
         # No unmount where none is needed: it waits for the kernel.
         if share.frozen and calls.make_read_only(share.path):
             continue
-        calls.detach(share.path)
+        if share.over:
+            take_away([share.path])
+        if share.tree >= 0:
+            calls.make_mount_point(share.path, folder=stat.S_ISDIR(share.mode))
+            calls.attach(share.tree, share.path)
+            continue
         target = Path(share.path)
         target.parent.mkdir(parents=True, exist_ok=True)
         if share.data is not None:
-            target.unlink(missing_ok=True)
             target.write_bytes(share.data)
             continue
-        if share.tree < 0:
-            target.unlink(missing_ok=True)
-            os.mknod(share.path, stat.S_IFMT(share.mode) | 0o600, share.number)
-            if user is not None:
-                os.chown(share.path, user, user)
-            continue
-        if stat.S_ISDIR(share.mode):
-            target.mkdir(exist_ok=True)
-        else:
-            target.touch(0)
-        calls.attach(share.tree, share.path)
+        os.mknod(target, stat.S_IFMT(share.mode) | 0o600, share.number)
+        if user is not None:
+            os.chown(target, user, user)
 
 
 def take_away(paths: Iterable[str]) -> None:
