@@ -94,6 +94,15 @@ async def test_errors_have_the_specifications_statuses(error: AenvError, status:
         assert (await client.post("/sandboxes-cold", json={}, headers={"X-API-Key": "wrong"})).status_code == 401
 
 
+async def test_boot_arguments_leave_room_on_the_command_line() -> None:
+    fake = FakeOrchestrator()
+    async with api(fake, boot_args_allow=["audit="]) as client:
+        for length, status in ((505, 201), (1000, 400)):
+            body = {"image": IMAGE, "extraBootArgs": f"not=allowed audit={'1' * length}"}
+            assert (await client.post("/sandboxes-cold", json=body)).status_code == status
+    assert len(fake.cold) == 1
+
+
 @pytest.mark.parametrize(
     ("text", "prefixes", "expected"),
     [

@@ -248,12 +248,23 @@ def test_impossible_whiteouts_are_refused(apply: Apply, name: str) -> None:
         [member(".", b"root as a file")],
         [member("a", uid=2**32 - 1)],
         [member("a", pax={"path": "nul\0inside"})],
+        [member("a", pax={"SCHILY.xattr.user.nul\0inside": "x"})],
+        [member("a", kind=tarfile.CHRTYPE, device=(0o7777777, 0o7777777))],
         [hard_link("a", "missing")],
     ],
 )
 def test_nonsense_is_a_typed_error(apply: Apply, members: list[Member]) -> None:
     with pytest.raises(ArchiveError):
         apply(members)
+
+
+def test_attributes_that_cannot_be_kept_are_told_in_few_words(tmp_path: Path) -> None:
+    many = {f"SCHILY.xattr.odd\x1b{number}": "x" for number in range(5000)}
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "layer").write_bytes(archive([member("f", pax=many)]))
+    notes = list[str]()
+    apply_layer(tmp_path / "tree", tmp_path / "layer", Budget(8, tmp_path, 0), note=notes.append)
+    assert 0 < len(notes) < 100 and all(note.isprintable() for note in notes)
 
 
 def test_bombs_are_stopped(apply: Apply, tmp_path: Path) -> None:

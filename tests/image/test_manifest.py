@@ -91,6 +91,13 @@ def test_configuration() -> None:
         image_config({"os": "windows"}, D)
 
 
+def test_halves_of_characters_are_no_text() -> None:
+    for text in ('{"config": {"User": "\\ud800"}}', '{"config": {"Labels": {"\\udfff": ""}}}'):
+        with pytest.raises(MalformedImageError, match="not JSON"):
+            document(text.encode(), "image's configuration")
+    assert document(b'{"a": "\\ud83d\\ude00"}', "x") == {"a": "\U0001f600"}
+
+
 @given(values)
 def test_nothing_but_typed_errors(value: object) -> None:
     for read in (select, manifest, diff_ids, lambda found: image_config(found, D), lambda found: is_index(found, "")):

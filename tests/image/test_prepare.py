@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from aenv.image.errors import ArchiveError
 from aenv.image.prepare import prepare_for_sandbox
 from tests.image.trees import describe
 
@@ -118,6 +119,23 @@ def test_users_that_the_configuration_gives_by_number_get_a_name(tmp_path: Path)
     assert prepare_for_sandbox(tmp_path, "65532:7") == "uid65532"
     assert prepare_for_sandbox(tmp_path, "65532:7") == "uid65532"
     assert (tmp_path / "etc/passwd").read_text().splitlines()[3:] == ["uid65532:x:65532:7::/:/bin/sh"]
+
+
+@pytest.mark.parametrize(
+    ("passwd", "user"),
+    [
+        ("a:x:" + "9" * 5000 + ":0::/:/bin/sh\n", ""),
+        ("user:x:99999999999:0::/home/x:/bin/sh\n", ""),
+        ("user:x:1:1::/nul\0inside:/bin/sh\n", ""),
+        ("".join(f"a:x:{number}:0::/:\n" for number in range(1000, 60000)), ""),
+        ("", "9" * 1000 + ":" + "9" * 5000),
+        ("", "u" * 2_000_000),
+    ],
+)
+def test_users_that_no_system_has_are_a_clear_error(tmp_path: Path, passwd: str, user: str) -> None:
+    make(tmp_path, {"etc/passwd": passwd})
+    with pytest.raises(ArchiveError, match="user"):
+        prepare_for_sandbox(tmp_path, user)
 
 
 def test_an_image_without_bash_gets_a_stand_in(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import json
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from aenv.errors import CapacityError
 from aenv.image.errors import (
     ImageNotFoundError,
     ImageTooLargeError,
@@ -177,6 +179,22 @@ async def test_errors_of_a_registry_image(registry: Registry, make_settings: Mak
         await attempt("team/bomb", 32)  # within the budget for layers, not within the file system
     assert not list((settings.home / "images/work").iterdir())
     assert not list((settings.home / "images/rootfs").glob("*"))
+
+
+async def test_a_node_without_room_for_names_says_so(
+    registry: Registry, make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = make_settings(registry.host)
+    push(registry.base, "team/room", "latest", [Image([BASE])])
+
+    def full(*arguments: object, **more: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("aenv.image.layerstore.write_record", full)
+        with pytest.raises(CapacityError):
+            await pull(f"{registry.host}/team/room", settings, 32)
+    await pull(f"{registry.host}/team/room", settings, 32)
 
 
 async def test_damaged_cache_is_discarded(registry: Registry, make_settings: MakeSettings) -> None:

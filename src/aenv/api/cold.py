@@ -6,6 +6,7 @@ from pydantic import Field, StrictInt
 from aenv.api import convert, schemas
 from aenv.api.context import Ctx, errors
 from aenv.api.drives import AttachedDrive, drives
+from aenv.errors import InvalidRequestError
 from aenv.orchestrator.boot import allowed_arguments
 from aenv.orchestrator.model import ColdMachine
 
@@ -13,6 +14,7 @@ router = APIRouter(tags=["sandboxes"])
 
 _TIMEOUT = 15  # seconds, AgentENV's default
 _MAX_IMAGE = 512  # characters: the longest reference has 255 of name, 128 of tag and 136 of digest
+_MAX_ARGUMENTS = 512  # characters: a kernel's command line has 2048, half of which may be paths of drives
 
 
 class NewColdSandbox(schemas.SandboxRequest):
@@ -42,11 +44,14 @@ async def create(body: NewColdSandbox, context: Ctx, response: Response) -> sche
     kernel. Environment, working directory and user are the image's; afterwards it is a sandbox like any other.
     """
     spec = convert.spec(body, body.image.strip(), context.settings, default_timeout=_TIMEOUT, always_secure=False)
+    arguments = allowed_arguments(body.extra_boot_args or "", context.settings.boot_args_allow)
+    if len(" ".join(arguments)) > _MAX_ARGUMENTS:
+        raise InvalidRequestError(f"extraBootArgs: more than {_MAX_ARGUMENTS} characters.")
     machine = ColdMachine(
         vcpus=body.cpu_count,
         memory_mib=body.memory_mb,
         disk_mib=body.disk_size_mb,
-        boot_arguments=allowed_arguments(body.extra_boot_args or "", context.settings.boot_args_allow),
+        boot_arguments=arguments,
         drives=drives(body.attached_drives or ()),
     )
     created = await context.orchestrator.create_cold(spec, machine)

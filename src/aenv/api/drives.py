@@ -11,6 +11,7 @@ from aenv.orchestrator.model import Drive
 
 MOST = 16
 _FORBIDDEN = " ,:\"'"  # quotes mean something on a kernel's command line
+_LONGEST_NAME = 255  # of a folder
 _LONGEST = 1024  # of all paths together, which are on it
 _RESERVED = ("/proc", "/sys", "/dev", "/run", "/agentenv", "/opt/agentenv", "/.aenv-drive")
 
@@ -38,8 +39,8 @@ def drives(attached: Sequence[AttachedDrive]) -> tuple[Drive, ...]:
     names = set[str]()
     for drive in attached:
         name = drive.drive_id
-        if not name or "/" in name or name in names:
-            raise InvalidRequestError(f"driveID: {name[:80]!r} is empty, has a slash, or is there twice.")
+        if not name or "/" in name or name == "." or name in names:
+            raise InvalidRequestError(f"driveID: {name[:80]!r} is no name, has a slash, or is there twice.")
         names.add(name)
         path = _mount_path(drive.mount_path if drive.mount_path is not None else f"/mnt/{name}")
         if any(path == other or path.startswith(f"{other}/") or other.startswith(f"{path}/") for other in found):
@@ -58,6 +59,8 @@ def _mount_path(text: str) -> str:
             f"mountPath: {text[:80]!r} is no absolute path below /, without '..', spaces, commas, colons and quotes."
         )
     path = "/" + path.lstrip("/")
+    if any(len(part) > _LONGEST_NAME for part in path.split("/")):
+        raise InvalidRequestError(f"mountPath: names in it have at most {_LONGEST_NAME} characters.")
     if any(path == reserved or path.startswith(f"{reserved}/") for reserved in _RESERVED):
         raise InvalidRequestError(f"mountPath: {path} is reserved.", f"Not below {', '.join(_RESERVED[:-1])}.")
     return path

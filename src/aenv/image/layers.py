@@ -36,6 +36,7 @@ _SPECIAL = {CHARACTER: stat.S_IFCHR, BLOCK_DEVICE: stat.S_IFBLK, FIFO: stat.S_IF
 _HOST_XATTRS = (b"security.selinux", b"security.ima", b"security.evm", b"trusted.overlay.", b"system.nfs4_acl")
 """Attributes that describe the machine where the layer was made."""
 _MAX_ID = (1 << 32) - 2
+_MOST_NOTES = 20  # of attributes that are left out: a stranger names them
 _EARLIEST_NS, _LATEST_NS = -(1 << 31) * 10**9, ((1 << 34) - 1) * 10**9  # what ext4 can store
 
 
@@ -93,13 +94,16 @@ class _Applier:
                 self._apply(entry, entries)
             except OSError as error:
                 raise self._explain(entry, error) from error
+            except (OverflowError, ValueError) as error:  # a device number, a NUL in an attribute's name
+                raise ArchiveError(f"{_shown(entry)} has what no file can have: {error}.") from error
         for path, time_ns in self._times.items():
             fd = self._root.open_real(path)
             if fd is not None:
                 os.utime(fd, ns=(time_ns, time_ns))
                 os.close(fd)
         for name in sorted(self._dropped):
-            self._note(f"this node's file system cannot store the attribute {os.fsdecode(name)}; it is left out")
+            shown = repr(os.fsdecode(name)[:200])
+            self._note(f"this node's file system cannot store the attribute {shown}; it is left out")
 
     def _apply(self, entry: Entry, reader: Iterable[Entry] | TarReader) -> None:
         self._budget.charge_entry()
@@ -299,7 +303,8 @@ class _Applier:
                 # EPERM: user attributes exist on files and directories only.
                 if error.errno not in (errno.ENOTSUP, errno.EPERM):
                     raise
-                self._dropped.add(name)
+                if len(self._dropped) < _MOST_NOTES:
+                    self._dropped.add(name)
 
     def _explain(self, entry: Entry, error: OSError) -> Exception:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):

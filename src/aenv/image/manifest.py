@@ -78,6 +78,7 @@ def document(data: bytes, what: str) -> dict[str, Any]:
     """A JSON object. Raises MalformedImageError."""
     try:
         value = json.loads(data)
+        json.dumps(value, ensure_ascii=False).encode()  # halves of characters are no text that could be stored
     except (ValueError, RecursionError) as error:
         raise MalformedImageError(f"The {what} is not JSON.", "The registry or the archive is damaged.") from error
     if not isinstance(value, dict):

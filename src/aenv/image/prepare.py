@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from aenv.image.confined import Directory, Root, lstat
+from aenv.image.errors import ArchiveError
 
 T = TypeVar("T")
 
@@ -30,6 +31,7 @@ _BASH = f'#!/bin/sh\n# {STAND_IN}\nexec /bin/sh "$@"\n'
 _BASHES = (b"usr/bin/bash", b"usr/local/bin/bash")
 _MAX_DATABASE = 4 << 20
 _LAST_ID = 59999  # end of Debian's range for users
+_LONGEST_USER = 1024
 
 
 def prepare_for_sandbox(tree: Path, user: str = "", path: str = "") -> str:
@@ -37,6 +39,10 @@ def prepare_for_sandbox(tree: Path, user: str = "", path: str = "") -> str:
 
     ``user`` and ``path`` are the configuration's User and PATH. Returns the user's name: a number gets one.
     """
+    if len(user) > _LONGEST_USER:
+        raise ArchiveError(
+            f"The image's user has {len(user)} characters.", "Build the image again with another USER."
+        )
     root = Root(tree)
     try:
         for name, mode in _MOUNT_POINTS:
@@ -56,13 +62,18 @@ def prepare_for_sandbox(tree: Path, user: str = "", path: str = "") -> str:
             _directory(root, b"etc/profile.d", 0o755)
             _add_file(root, b"etc/profile.d/zz-template-path.sh", f"export PATH={shlex.quote(path)}\n", 0o644)
         return _named(root, user)
+    except (OverflowError, ValueError) as error:
+        raise ArchiveError(f"The image's /etc/passwd or /etc/group has what no user can have: {error}.") from error
     finally:
         root.close()
 
 
 def free_id(taken: set[int], wanted: int) -> int:
-    """``wanted``, or the first free number after it."""
-    return next(number for number in range(wanted, _LAST_ID) if number not in taken)
+    """``wanted``, or the first free number after it. Raises ArchiveError."""
+    found = next((number for number in range(wanted, _LAST_ID) if number not in taken), None)
+    if found is None:
+        raise ArchiveError(f"The image's users have all numbers from {wanted} on.", "Remove some of them.")
+    return found
 
 
 def _ensure_user(root: Root) -> tuple[int, int, bytes]:

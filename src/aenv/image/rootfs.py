@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import json
 from collections.abc import Awaitable, Callable, Sequence
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from aenv.config import Settings
-from aenv.image.budget import MIB
+from aenv.image.budget import MIB, no_space
 from aenv.image.chain import CONVERTED, layer_id
 from aenv.image.convert import Conversion, Progress, SourceLayer, workspace
 from aenv.image.drives import DriveImage
@@ -89,6 +90,10 @@ async def pull_image(
         if scheme in LOCAL_SCHEMES and allow_local and (local := parse_local(reference)) is not None:
             return await _from_local(local, maker)
         return await _from_registry(parse(reference), maker, credentials, drives)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise no_space(home) from error
+        raise
     finally:
         await asyncio.shield(asyncio.to_thread(collect, home, settings.image_cache * MIB))
         await asyncio.shield(own.close())
