@@ -165,8 +165,9 @@ class Unpacker:
             line = await process.stdout.readline()
             answer: dict[str, Any] = json.loads(line)
         except (OSError, ValueError) as error:
+            await _end(process)  # one whose answer is nonsense has not
             raise ImageError(
-                f"The process that unpacks the image ended with status {await process.wait()}.",
+                f"The process that unpacks the image ended with status {process.returncode}.",
                 "The server's log may say why; it may have run out of memory.",
             ) from error
         for text in answer.get("notes", []):
