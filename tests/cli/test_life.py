@@ -81,7 +81,9 @@ def test_remarks_are_for_terminals(aenv: Run, terminal: Spawn) -> None:
     made = aenv("start", "-q").stdout.strip()
     done = aenv("pause", made)
     assert (done.stdout, done.stderr) == ("", "")
-    assert finished(terminal("resume", made)) == (0, f"{made} runs\n")
+    assert finished(terminal("resume", made)) == (
+        0, f"{made} runs, for 5m unless `aenv timeout` says otherwise\n"
+    )  # fmt: skip
     code, shown = finished(terminal("start", "base", "-d"))
     assert code == 0
     assert re.fullmatch(rf"Sandbox ({ID}) started\.\n  aenv connect \1 .*\n  aenv rm \1 .*\n", shown), shown

@@ -128,7 +128,8 @@ class _Reader:
     def _from(self, instruction: Instruction) -> None:
         parts = instruction.text.split()
         if len(parts) not in (1, 3) or (len(parts) == 3 and parts[1].lower() != "as"):
-            raise DockerfileError(instruction.line, "FROM is not of the form IMAGE [AS NAME].")
+            hint = "FROM base begins with the server's base template." if parts[:1] == ["template"] else ""
+            raise DockerfileError(instruction.line, "FROM is not of the form IMAGE [AS NAME].", hint)
         scope = Scope({**PLATFORM_ARGS, **self._global_args}, closed=True)
         for _, value in instruction.flags:
             platform = words.literal(value or "", scope, self._escape)

@@ -80,6 +80,8 @@ class Hypervisors:
     @property
     def gaps(self) -> list[str]:
         """What of the confinement of the chosen hypervisor's processes does not work here, as sentences."""
+        if self._settings.jail == "off":
+            return ["confinement is switched off (jail = off)"]
         return self._jailer.gaps if self._jailer is not None else []
 
     def close(self) -> None:
@@ -88,16 +90,20 @@ class Hypervisors:
 
     async def _try(self, candidate: Candidate) -> Verdict:
         settings = self._settings
+
+        def announce() -> None:
+            self._progress(f"probing {candidate} by booting the guest kernel")
+
         if candidate.vmm == "qemu":
             qemu = await find_qemu(settings.qemu)
-            digest = await self._tell(candidate, self._kernel)
+            digest = await asyncio.to_thread(sha256_of, self._kernel)
             return await remembered_probe(
-                settings.home, qemu, candidate.accelerator, self._kernel, self._initramfs, digest
+                settings.home, qemu, candidate.accelerator, self._kernel, self._initramfs, digest, announce
             )
         kernel, firecracker = self._kernel_for(candidate), await self._firecracker()
-        digest = await self._tell(candidate, kernel)
+        digest = await asyncio.to_thread(sha256_of, kernel)
         return await remembered_firecracker_probe(
-            settings.home, firecracker, candidate.accelerator, kernel, self._initramfs, digest
+            settings.home, firecracker, candidate.accelerator, kernel, self._initramfs, digest, announce
         )
 
     async def _firecracker(self) -> FirecrackerBinary:
@@ -105,11 +111,6 @@ class Hypervisors:
         name = self._settings.firecracker
         loaded = installed_in(self._settings.home) / f"firecracker-v{PINNED}"
         return await find_firecracker(name if shutil.which(name) or not loaded.exists() else str(loaded))
-
-    async def _tell(self, candidate: Candidate, kernel: Path) -> str:
-        """Say what is going on; the kernel's digest."""
-        self._progress(f"probing {candidate} by booting the guest kernel")
-        return await asyncio.to_thread(sha256_of, kernel)
 
     def _kernel_for(self, candidate: Candidate) -> Path:
         if candidate.accelerator is not Accelerator.PVM:

@@ -14,6 +14,7 @@ import re
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -148,9 +149,17 @@ def cpu_option(accelerator: Accelerator) -> str:
 
 
 async def remembered_probe(
-    home: Path, qemu: QemuBinary, accelerator: Accelerator, kernel: Path, initramfs: Path, kernel_sha256: str
+    home: Path,
+    qemu: QemuBinary,
+    accelerator: Accelerator,
+    kernel: Path,
+    initramfs: Path,
+    kernel_sha256: str,
+    announce: Callable[[], None] = lambda: None,
 ) -> Verdict:
     """``probe``, or its verdict of earlier in this boot of the host for the same binary and kernel.
+
+    ``announce`` is called before anything is booted.
 
     That the device is missing is not remembered: loading a module changes it.
     """
@@ -160,6 +169,7 @@ async def remembered_probe(
     memory = Memory(home)
     known = await asyncio.to_thread(memory.recall, Candidate("qemu", accelerator), key)
     if known is None:
+        announce()
         known = await probe(home, qemu, accelerator, kernel, initramfs)
         await asyncio.to_thread(memory.remember, known, key)
     return known

@@ -26,10 +26,12 @@ from aenv.template.steps import Env, Run, User, Workdir
     """
 aenv build Dockerfile --name my-app
 aenv build . -n my-app:v2 --build-arg VERSION=2 --mem 2048
+aenv build -f deploy/Dockerfile . -n my-app
 aenv build deploy/Dockerfile -n my-app --context . --target runtime
 """,
 )
 @click.argument("file", default=".", metavar="DOCKERFILE", help="The Dockerfile, or the folder that it is in.")
+@click.option("-f", "--file", "named", metavar="DOCKERFILE", help="The Dockerfile; the argument is its context then.")
 @click.option("--context", metavar="DIR", help="Where COPY copies from; the Dockerfile's folder if left out.")
 @click.option(
     "--build-arg",
@@ -45,6 +47,7 @@ aenv build deploy/Dockerfile -n my-app --context . --target runtime
 @options.output_option
 def build(
     file: str,
+    named: str | None,
     context: str | None,
     build_arg: tuple[tuple[str, str], ...],
     target: str | None,
@@ -65,6 +68,8 @@ def build(
     Dockerfile has none, run at the end, and sandboxes find them running; ready is when the first port of EXPOSE is
     open, unless --ready or --ready-port say otherwise.
     """
+    if named is not None:
+        file, context = named, context or file
     path = Path(file) / "Dockerfile" if Path(file).is_dir() else Path(file)
     try:
         text = path.read_text()

@@ -26,7 +26,7 @@ class Finding:
     """``advice`` says what to do about what is not well."""
 
     what: str
-    result: Literal["good", "warning", "bad"]
+    result: Literal["good", "unused", "warning", "bad"]
     text: str
     advice: str = ""
 
@@ -58,9 +58,13 @@ def doctor(sandbox: bool, form: str | None) -> None:
 
 
 def _show(finding: Finding) -> None:
-    mark, colour = {"good": ("✓", output.GREEN), "warning": ("!", output.YELLOW), "bad": ("✗", output.RED)}[
-        finding.result
-    ]
+    marks = {
+        "good": ("✓", output.GREEN),
+        "unused": ("·", output.DIM),
+        "warning": ("!", output.YELLOW),
+        "bad": ("✗", output.RED),
+    }
+    mark, colour = marks[finding.result]
     head = f"{output.styled(mark, colour)} {output.styled(finding.what.ljust(NAME), output.BOLD)}  "
     indent = " " * (NAME + 4)
     width = (output.width() or 10_000) - len(indent)
@@ -117,7 +121,7 @@ def _server(api: Api, sandbox: bool) -> Iterator[Finding]:
         memory = metrics["memoryTotalBytes"] - metrics["memoryUsedBytes"]
         little = free < disk["totalBytes"] * LITTLE_DISK
         text = (
-            f"{node['id']} is {node['status']}: {node['sandboxCount']} sandboxes run, "
+            f"{node['id']} is {node['status']}: {node['sandboxCount']} running, "
             f"{output.bytes_text(free)} of disk and {output.bytes_text(memory)} of memory are free"
         )
         advice = "Delete sandboxes, snapshots or templates, or give the node's home more room." if little else ""
@@ -157,14 +161,17 @@ def _hypervisors(api: Api, node_id: str) -> Iterator[Finding]:
     for item in tried:
         name = f"{item['vmm']}/{item['accelerator']}{', in use' if item['used'] else ''}"
         yield _hypervisor(name, item["works"], item["reason"], item["advice"], any(i["works"] for i in tried))
-    for gap in (gap for item in tried for gap in item["unconfined"]):
-        advice = "Sandboxes run; what breaks out of one is less confined. See docs/guides/security.md."
+    gaps = [gap for item in tried for gap in item["unconfined"]]
+    if not gaps:
+        yield Finding("Jail", "good", "hypervisors are confined: users, namespaces, empty roots, control groups")
+    for gap in gaps:
+        advice = "Sandboxes run; what breaks out of one is less confined. See docs/guides/hypervisors.md."
         yield Finding("Jail", "warning", gap, advice)
 
 
 def _hypervisor(name: str, works: bool, reason: str, advice: str, usable: bool) -> Finding:
     """A candidate that does not work is bad only where none does."""
-    return Finding("Machine", "good" if works else "warning" if usable else "bad", f"{name}: {reason}", advice)
+    return Finding("Machine", "good" if works else "unused" if usable else "bad", f"{name}: {reason}", advice)
 
 
 def _machine() -> Iterator[Finding]:

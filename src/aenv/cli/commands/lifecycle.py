@@ -10,14 +10,15 @@ from aenv.cli.table import Column
 from aenv.client.api import Api
 
 
-def _each(names: Sequence[str], done: str, work: Callable[[Api, str], object]) -> None:
-    """Do ``work`` to every sandbox."""
+def _each(names: Sequence[str], done: str, work: Callable[[Api, str], object], already: str | None = None) -> None:
+    """Do ``work`` to every sandbox, but to those that are in the state ``already``."""
     api = session.connect()
 
     def one(name: str) -> str:
-        sandbox_id = session.find(api, name)["sandboxID"]
-        work(api, sandbox_id)
-        return f"{sandbox_id} {done}"
+        sandbox = session.find(api, name)
+        if sandbox["state"] != already:
+            work(api, sandbox["sandboxID"])
+        return f"{sandbox['sandboxID']} {done}"
 
     session.each(names, one)
 
@@ -34,7 +35,7 @@ aenv ls -q --state running | xargs aenv pause
 @click.option("--disk-only", is_flag=True, help="Keep the disk and not the memory.")
 def pause(sandboxes: tuple[str, ...], disk_only: bool) -> None:
     """Pause sandboxes to disk, with their memory and processes."""
-    _each(sandboxes, "paused", lambda api, name: api.pause(name, memory=not disk_only))
+    _each(sandboxes, "paused", lambda api, name: api.pause(name, memory=not disk_only), already="paused")
 
 
 @command("resume", "\naenv resume i3zj\naenv resume i3zj --timeout 2h\n")
@@ -42,7 +43,8 @@ def pause(sandboxes: tuple[str, ...], disk_only: bool) -> None:
 @options.timeout_option("How long it lives from now on.")
 def resume(sandboxes: tuple[str, ...], timeout: int) -> None:
     """Resume paused sandboxes. Their processes go on where they were."""
-    _each(sandboxes, "runs", lambda api, name: api.connect(name, timeout))
+    done = f"runs, for {output.duration_text(timeout)} unless `aenv timeout` says otherwise"
+    _each(sandboxes, done, lambda api, name: api.connect(name, timeout))
 
 
 @command(

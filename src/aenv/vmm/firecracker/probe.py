@@ -6,6 +6,7 @@ import platform
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from aenv.vmm.firecracker import requests
@@ -70,8 +71,11 @@ async def remembered_probe(
     kernel: Path,
     initramfs: Path,
     kernel_sha256: str,
+    announce: Callable[[], None] = lambda: None,
 ) -> Verdict:
     """``probe``, or its verdict of earlier in this boot of the host for the same binary and kernel.
+
+    ``announce`` is called before anything is booted.
 
     That the device is missing is not remembered: loading a module changes it.
     """
@@ -82,6 +86,7 @@ async def remembered_probe(
     memory = Memory(home)
     known = await asyncio.to_thread(memory.recall, candidate, key)
     if known is None:
+        announce()
         known = await probe(binary, accelerator, kernel, initramfs)
         await asyncio.to_thread(memory.remember, known, key)
     return known
