@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,26 @@ def test_documents_are_verified_when_read(tmp_path: Path) -> None:
     assert store.get(digest_of(b"{}")) == b"{}"
     store.path(digest_of(b"{}")).write_bytes(b"[]")
     assert store.get(digest_of(b"{}")) is None and store.blobs() == []
+
+
+async def test_collection_spares_what_was_used_since_it_looked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = BlobStore(tmp_path)
+    for data in (b"first", b"second"):
+        (await write(store, data)).close()
+        age(store, data, 2 * MIN_AGE_S)
+
+    def listed(entries: Iterable[Entry], now: float) -> list[Entry]:
+        found = candidates(entries, now)
+        lease = store.lease(digest_of(b"second"))  # a pull that begins and ends now
+        assert lease is not None
+        lease.close()
+        return found
+
+    monkeypatch.setattr("aenv.image.gc.candidates", listed)
+    assert collect(tmp_path, 0).removed == 1
+    assert [blob.digest for blob in store.blobs()] == [digest_of(b"second")]
 
 
 async def test_collection_spares_what_is_used(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def collect(home: Path, capacity: int) -> Collected:
     for entry in candidates(entries, now):
         if total - freed <= capacity:
             break
-        if remove_unused(entry.path):
+        if remove_unused(entry.path, since=entry.used):  # a pull may have ended since they were listed
             removed += 1
             freed += entry.size
     if removed:

@@ -200,14 +200,16 @@ class BlobStore:
                     remove_unused(path)
 
 
-def remove_unused(path: Path) -> bool:
-    """Remove a file unless somebody holds a lock on it. Whether it is gone."""
+def remove_unused(path: Path, *, since: float | None = None) -> bool:
+    """Remove a file unless somebody holds a lock on it, or has used it after ``since``. Whether it is gone."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return True
     try:
         if not try_lock(descriptor) or not names(path, descriptor):
+            return False
+        if since is not None and os.fstat(descriptor).st_mtime > since:
             return False
         path.unlink(missing_ok=True)
         return True
