@@ -53,18 +53,18 @@ class RawVm:
         listener.bind(str(path))
         listener.listen(1)
         listener.setblocking(False)
-        argv = qemu_command.command(
-            platform, name, shape, network, folder / f"{name}.console", listener.fileno(), boot
-        )
-        self.process = subprocess.Popen(
-            ["nsenter", f"--net=/run/netns/{network.netns}", *argv],
-            pass_fds=[listener.fileno()],
-            start_new_session=True,
-        )
-        listener.close()
-        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX)
         self._socket.settimeout(30)
-        self._socket.connect(str(path))
+        with listener, theirs:
+            argv = qemu_command.command(
+                platform, name, shape, network, folder / f"{name}.console", listener.fileno(), boot,
+                control_fd=theirs.fileno(),
+            )  # fmt: skip
+            self.process = subprocess.Popen(
+                ["nsenter", f"--net=/run/netns/{network.netns}", *argv],
+                pass_fds=[listener.fileno(), theirs.fileno()],
+                start_new_session=True,
+            )
         self._lines = self._socket.makefile("rb")
         self._number = 0
         self._next()

@@ -57,6 +57,14 @@ def test_a_process_without_rights_opens_nothing_but_what_it_is_given() -> None:
     assert devices(argv) == devices(build(KVM, None))
 
 
+def test_whoever_starts_it_has_a_connection_that_nobody_has_to_accept() -> None:
+    argv = command(TCG, "v", SHAPE, NETWORK, Path("/c"), 7, None, control_fd=8)
+    assert "socket,id=qmp,fd=7,server=on,wait=off" in argv and "socket,id=control,fd=8" in argv
+    assert [b for a, b in itertools.pairwise(argv) if a == "-mon"] == [
+        "chardev=qmp,mode=control", "chardev=control,mode=control"
+    ]  # fmt: skip
+
+
 def test_kernel_parameters() -> None:
     line = kernel_parameters(TCG, {"aenv.root": "/dev/vda", "flag": ""})
     assert line.endswith(" aenv.root=/dev/vda flag")

@@ -127,6 +127,20 @@ async def test_a_server_that_never_greets(tmp_path: Path) -> None:
         await QmpClient.connect(tmp_path / "s", timeout=0.05)
 
 
+async def test_a_connection_that_was_made_by_others() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    theirs.sendall(b'{"QMP": {}}\r\n{"return": {}, "id": 1}\r\n')
+    client = await QmpClient.over(ours, timeout=5)
+    assert b"qmp_capabilities" in theirs.recv(4096)
+    theirs.close()
+    with pytest.raises(VmmError, match="gone"):
+        await client.execute("late")
+    dead, end = socket.socketpair(socket.AF_UNIX)
+    end.close()
+    with pytest.raises(VmmError, match="gone"):
+        await QmpClient.over(dead, timeout=5)
+
+
 async def test_nonsense_from_the_server(tmp_path: Path) -> None:
     async def answer(message: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         writer.write(b"segmentation fault\n")

@@ -143,12 +143,18 @@ def command(
     qmp_fd: int,
     boot: BootSource | None,
     given: Given | None = None,
+    control_fd: int | None = None,
 ) -> list[str]:
     """The whole command line of a process that waits, to boot a kernel or for a snapshot when ``boot`` is None.
 
     The devices are the same in both, which is what lets a snapshot of one load in the other. ``drive=root`` and the
     memory backend are resolved when the machine is made, so the process gets them over QMP before that. Without
     ``given`` it opens console, tap and accelerator itself, which needs root.
+
+    ``qmp_fd`` listens, for who comes later. Who starts QEMU and wants to talk to it at once does so over
+    ``control_fd``, which is connected: a connection that waits when QEMU starts may be accepted by two of its threads
+    (``monitor_init_qmp`` leaves the socket to the main loop until the monitor's own thread has got round to taking
+    it). Both then read from it, and commands are mixed up or lost.
     """
     argv = [
         platform.qemu, "-name", escape(process_name(vm_id)),
@@ -163,6 +169,8 @@ def command(
         "-chardev", f"socket,id=qmp,fd={qmp_fd},server=on,wait=off",
         "-mon", "chardev=qmp,mode=control",
     ]  # fmt: skip
+    if control_fd is not None:
+        argv += ["-chardev", f"socket,id=control,fd={control_fd}", "-mon", "chardev=control,mode=control"]
     path = escape(console)
     if given is not None:
         # The path is a note for who lists processes.

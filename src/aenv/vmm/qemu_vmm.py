@@ -155,7 +155,7 @@ class QemuVmm:
     ) -> QemuVm:
         """A process that waits for its machine, confined. ``memory``: an empty file to be made, for a boot."""
         directory = self._directory(vm_id)
-        pid, jail = await self._blocking(self._launch, vm_id, shape, network, source, memory)
+        pid, jail, control = await self._blocking(self._launch, vm_id, shape, network, source, memory)
         proc = process.Process(pid)
         record = Record(
             pid, proc.start, shape.vcpus, shape.memory_mib, network.netns, network.tap, network.mac,
@@ -165,7 +165,7 @@ class QemuVmm:
             # While it loads its program.
             limited, saved = self._blocking(jail.limit), self._blocking(record.write, directory)
             try:
-                qmp = await QmpClient.connect(directory / QMP_SOCKET, LAUNCH_TIMEOUT)
+                qmp = await QmpClient.over(control, LAUNCH_TIMEOUT)
             finally:
                 await asyncio.gather(limited, saved)
             # It has loaded its program, and nothing of a guest.
@@ -191,7 +191,7 @@ class QemuVmm:
         network: NetworkAttachment,
         source: qemu_command.BootSource | None,
         memory: Path | None,
-    ) -> tuple[int, Jail]:
+    ) -> tuple[int, Jail, socket.socket]:
         directory, console = self._directory(vm_id), self._console(vm_id)
         with disk_errors(directory), contextlib.ExitStack() as undo, contextlib.ExitStack() as opened:
             try:
@@ -206,23 +206,28 @@ class QemuVmm:
             limits = self._jailer.limits(shape.vcpus, memory_limit(shape, self._platform.accelerator))
             jail = self._jailer.prepare(vm_id, directory, limits)
             undo.callback(jail.close)
-            # QEMU inherits a listening socket: connecting needs no retries, and works again after a restart.
+            # QEMU inherits a listening socket for servers that are started later, and a connection to this one.
             listener = opened.enter_context(socket.socket(socket.AF_UNIX))
             listener.bind(str(directory / QMP_SOCKET))
             listener.listen(1)
             # QEMU can be told twice of one connection; the second accept() must not wait for another.
             listener.setblocking(False)
+            control, theirs = socket.socketpair(socket.AF_UNIX)
+            undo.callback(control.close)
+            opened.enter_context(theirs)
             given = self._open(network, console)
             for fd in (given.console, given.tap, given.kvm):
                 if fd is not None:
                     opened.callback(os.close, fd)
             argv = qemu_command.command(
-                self._platform, vm_id, shape, network, console, listener.fileno(), source, given
+                self._platform, vm_id, shape, network, console, listener.fileno(), source, given, theirs.fileno()
             )
-            fds = [fd for fd in (listener.fileno(), given.console, given.tap, given.kvm) if fd is not None]
-            pid = jail.launch(argv, network.netns, directory / ERRORS, fds, limit=False)
+            fds = [fd for fd in (given.console, given.tap, given.kvm) if fd is not None]
+            pid = jail.launch(
+                argv, network.netns, directory / ERRORS, [listener.fileno(), theirs.fileno(), *fds], limit=False
+            )
             undo.pop_all()
-            return pid, jail
+            return pid, jail, control
 
     def _open(self, network: NetworkAttachment, console: Path) -> qemu_command.Given:
         """What QEMU could not open as another user."""

@@ -7,6 +7,7 @@ the path of every restore and each stream layer costs an extra turn of the event
 import asyncio
 import itertools
 import json
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -80,15 +81,24 @@ class QmpClient(asyncio.Protocol):
             _, client = await loop.create_unix_connection(cls, str(path))
         except OSError as error:
             raise VmmError(f"QEMU's control socket {path} cannot be reached: {error}.") from error
+        return await client._ready(timeout)
+
+    @classmethod
+    async def over(cls, connection: socket.socket, timeout: float = DEFAULT_TIMEOUT) -> "QmpClient":
+        """Finish the handshake over a socket that is connected; it is the client's from now on."""
+        _, client = await asyncio.get_running_loop().create_unix_connection(cls, sock=connection)
+        return await client._ready(timeout)
+
+    async def _ready(self, timeout: float) -> "QmpClient":
         try:
             # Pipelined with the greeting: QEMU reads nothing before it has sent that.
-            ready = client.send("qmp_capabilities")
-            await client._within(client._greeting, "the QMP greeting", timeout)
-            await client._within(ready, "qmp_capabilities", timeout)
+            ready = self.send("qmp_capabilities")
+            await self._within(self._greeting, "the QMP greeting", timeout)
+            await self._within(ready, "qmp_capabilities", timeout)
         except BaseException:
-            client.close()
+            self.close()
             raise
-        return client
+        return self
 
     @property
     def connected(self) -> bool:

@@ -14,7 +14,7 @@ import os
 import signal
 import socket
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -68,10 +68,10 @@ def _record(directory: Path) -> dict[str, Any] | None:
         return None
 
 
-def start(directory: Path, argv: Callable[[int], list[str]]) -> int:
+def start(directory: Path, argv: Callable[[int], list[str]], more: Sequence[int] = ()) -> int:
     """Start a daemon whose control socket is already listening; its pid. Call in a worker thread.
 
-    ``argv`` makes the command line, given the number of the inherited socket.
+    ``argv`` makes the command line, given the number of the inherited socket. ``more``: what else it inherits.
     """
     path = directory / SOCKET
     path.unlink(missing_ok=True)
@@ -80,7 +80,7 @@ def start(directory: Path, argv: Callable[[int], list[str]]) -> int:
         path.chmod(0o600)
         listener.listen(4)
         listener.setblocking(False)
-        return process.launch(argv(listener.fileno()), None, directory / ERRORS, [listener.fileno()])
+        return process.launch(argv(listener.fileno()), None, directory / ERRORS, [listener.fileno(), *more])
 
 
 async def end(proc: process.Process) -> None:

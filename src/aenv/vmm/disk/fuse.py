@@ -7,10 +7,12 @@ mounted file is between. See ``docs/internals/disk-exports.md`` for figures and 
 import asyncio
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import shutil
 import signal
+import socket
 from pathlib import Path
 
 import structlog
@@ -31,8 +33,8 @@ AT_FDCWD, AT_STATX_FORCE_SYNC, STATX_SIZE = -100, 0x2000, 0x200  # linux/fcntl.h
 CONNECT_TIMEOUT = 30.0  # seconds until a daemon answers; 25 ms on an idle host
 
 
-def command(program: str, disk: Path, directory: Path, qmp_fd: int) -> list[str]:
-    """The daemon's command line. Pure.
+def command(program: str, disk: Path, directory: Path, qmp_fd: int, control_fd: int) -> list[str]:
+    """The daemon's command line. Pure. Why two sockets: ``qemu_command.command``.
 
     ``allow-other``: the VMM runs as another user. ``iothread``: requests are handled off the monitor's thread; a
     quarter more random writes. ``growable=off``: nobody but ``DiskExport.grow`` makes it larger.
@@ -45,6 +47,8 @@ def command(program: str, disk: Path, directory: Path, qmp_fd: int) -> list[str]
         program,
         "--chardev", f"socket,id=qmp,fd={qmp_fd},server=on,wait=off",
         "--monitor", "chardev=qmp,mode=control",
+        "--chardev", f"socket,id=control,fd={control_fd}",
+        "--monitor", "chardev=control,mode=control",
         "--object", "iothread,id=io",
         "--blockdev", json.dumps(qemu_command.disk_node(disk, qemu_command.ROOT_NODE, "qcow2")),
         "--export", export,
@@ -108,14 +112,15 @@ class FuseExporter:
         self._program = program
 
     async def export(self, name: str, disk: Path, directory: Path) -> FuseExport:
-        pid = await asyncio.to_thread(self._start, disk, directory)
+        pid, control = await asyncio.to_thread(self._start, disk, directory)
         proc = process.Process(pid)
         try:
             await asyncio.to_thread(daemon.Record(KIND, pid, proc.start).write, directory)
-            # It serves its socket when the disk is open and mounted, or ends.
-            qmp = await QmpClient.connect(directory / daemon.SOCKET, CONNECT_TIMEOUT)
+            # It answers when the disk is open and mounted, or ends.
+            qmp = await QmpClient.over(control, CONNECT_TIMEOUT)
             return FuseExport(name, directory, proc, qmp)
         except BaseException as error:
+            control.close()
             proc.send(signal.SIGKILL)
             status = await proc.wait()
             why = await asyncio.to_thread(daemon.said, directory)
@@ -139,9 +144,16 @@ class FuseExporter:
         await asyncio.to_thread(_remove, directory)
         return None
 
-    def _start(self, disk: Path, directory: Path) -> int:
+    def _start(self, disk: Path, directory: Path) -> tuple[int, socket.socket]:
         (directory / MOUNT_POINT).touch()
-        return daemon.start(directory, lambda fd: command(self._program, disk, directory, fd))
+        ours, theirs = socket.socketpair(socket.AF_UNIX)
+        with theirs:
+            try:
+                argv = functools.partial(command, self._program, disk, directory, control_fd=theirs.fileno())
+                return daemon.start(directory, argv, [theirs.fileno()]), ours
+            except BaseException:
+                ours.close()
+                raise
 
 
 def unavailable(program: str = PROGRAM) -> str | None:
