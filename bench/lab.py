@@ -256,7 +256,9 @@ class Bench:
             await source.capture(state, delta)
             await source.rebase_disk(self.disks / f"{self.name()}.qcow2")
             await source.cont()
-            await asyncio.gather(*(child(slot, frozen) for slot in self.slots[:CHILDREN]))
+            async with asyncio.TaskGroup() as group:
+                for slot in self.slots[:CHILDREN]:
+                    group.create_task(child(slot, frozen))
             return milliseconds(started)
         finally:
             for vm in (source, *children):

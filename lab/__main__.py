@@ -76,15 +76,17 @@ def test(settings: LabSettings, arguments: list[str]) -> int:
         f".venv/bin/python -m pytest --timeout={TEST_TIMEOUT} --basetemp={LOGS}/pytest "
         f"--junitxml={LOGS}/junit.xml {shlex.join(chosen(ROOT, arguments))}"
     )
-    return _with_results(settings, command)
+    return _with_results(settings, command, prepared=True)
 
 
 def bench(settings: LabSettings, arguments: list[str]) -> int:
-    return _with_results(settings, f".venv/bin/python -m bench.lab --json {LOGS}/bench.json {shlex.join(arguments)}")
+    return _with_results(
+        settings, f".venv/bin/python -m bench.lab --json {LOGS}/bench.json {shlex.join(arguments)}", prepared=False
+    )
 
 
-def _with_results(settings: LabSettings, command: str) -> int:
-    with fresh(settings, prepared=True) as machine:
+def _with_results(settings: LabSettings, command: str, *, prepared: bool) -> int:
+    with fresh(settings, prepared=prepared) as machine:
         try:
             return machine.channel.call(f"mkdir -p {LOGS} && cd {CHECKOUT} && exec {command}", environment(settings))
         finally:

@@ -4,6 +4,7 @@ A template is device state and memory of this very machine, so it can only be ma
 prepared with older code is good: a node that starts makes again what does not fit any more.
 """
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from lab.settings import CHECKOUT, ENVD, FIRECRACKER, ROOT, LabSettings
 
 def environment(settings: LabSettings) -> dict[str, str]:
     """Variables of programs in the lab."""
-    found = {"AENV_LAB": "1", "PYTHONUNBUFFERED": "1", "LANG": "C.UTF-8"}
+    columns = str(shutil.get_terminal_size((120, 40)).columns)
+    found = {"AENV_LAB": "1", "PYTHONUNBUFFERED": "1", "LANG": "C.UTF-8", "COLUMNS": columns}
     if settings.firecracker is not None:
         found[FIRECRACKER_BIN] = str(FIRECRACKER / settings.firecracker.name)
     return found
