@@ -1,6 +1,7 @@
 """Which hypervisors are tried, and what is remembered of it."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,16 @@ def test_verdicts_do_not_outlive_the_boot_of_the_host(tmp_path: Path, monkeypatc
     other.write_text("another boot\n")
     monkeypatch.setattr(verdict, "BOOT_ID", other)
     assert Memory(tmp_path).recall(KVM, "key") is None
+
+
+def test_a_failure_is_tried_again_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Memory(tmp_path)
+    memory.remember(found(KVM, works=False), "key")
+    memory.remember(found(TCG), "key")
+    later = time.time() + verdict.FAILURE_HOLDS + 1
+    monkeypatch.setattr(verdict.time, "time", lambda: later)
+    assert memory.recall(KVM, "key") is None
+    assert memory.recall(TCG, "key") == found(TCG)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 from aenv.vmm.protocol import Accelerator
 
 REMEMBERED = "probe.json"
+FAILURE_HOLDS = 3600.0  # seconds
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # changes when the host boots, random(4)
 
 
@@ -77,17 +79,21 @@ class Memory:
         self._file = home / REMEMBERED
 
     def recall(self, candidate: Candidate, key: str) -> Verdict | None:
-        """The verdict on ``candidate`` if everything it depends on is as it was."""
+        """The verdict on ``candidate`` if everything it depends on is as it was.
+
+        A failure holds for an hour: it may have been a host too busy to boot a guest in time.
+        """
         try:
             entry = self._read()[str(candidate)]
-            if entry["key"] != key:
+            old = abs(time.time() - entry["at"]) > FAILURE_HOLDS
+            if entry["key"] != key or (old and not entry["verdict"]["works"]):
                 return None
             return Verdict(**{**entry["verdict"], "accelerator": candidate.accelerator})
         except (KeyError, TypeError):
             return None
 
     def remember(self, verdict: Verdict, key: str) -> None:
-        entries = self._read() | {str(verdict.candidate): {"key": key, "verdict": asdict(verdict)}}
+        entries = self._read() | {str(verdict.candidate): {"key": key, "at": time.time(), "verdict": asdict(verdict)}}
         self._file.parent.mkdir(parents=True, exist_ok=True)
         temporary = self._file.with_name(f".{self._file.name}.{os.getpid()}")
         temporary.write_text(json.dumps({"boot": _boot_id(), "verdicts": entries}, indent=1))
