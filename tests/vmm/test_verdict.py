@@ -58,7 +58,7 @@ def test_a_failure_is_tried_again_after_a_while(tmp_path: Path, monkeypatch: pyt
     memory.remember(found(KVM, works=False), "key")
     memory.remember(found(TCG), "key")
     later = time.time() + verdict.FAILURE_HOLDS + 1
-    monkeypatch.setattr(verdict.time, "time", lambda: later)
+    monkeypatch.setattr(time, "time", lambda: later)
     assert memory.recall(KVM, "key") is None
     assert memory.recall(TCG, "key") == found(TCG)
 
