@@ -44,6 +44,7 @@ CHILDREN = 4
 TARGET = 1.3  # times the raw operation
 CHANGES = "head -c 16M /dev/urandom > /dev/shm/changed"
 PATIENCE = 600.0  # seconds until a guest answers
+RETRY = 0.02  # seconds
 HEALTH = b"GET /health HTTP/1.1\r\nHost: guest\r\nConnection: close\r\n\r\n"
 CIDR = "10.236.0.0/16"
 
@@ -62,6 +63,7 @@ def until_answer(slot: NetworkSlot) -> None:
                     return
         except OSError:
             assert time.monotonic() < deadline, "the guest does not answer"
+            time.sleep(RETRY)  # it may come at once while the host knows no way to the guest
 
 
 def attachment(slot: NetworkSlot) -> NetworkAttachment:
@@ -283,7 +285,7 @@ class Bench:
         await self.compare("boot (guest answers)", self.boot, self.boot_raw)
         snapshot = await self.first_snapshot()
         image = MemoryImage(snapshot.memory, None)
-        note = "a process waits; overlay and disk included"
+        note = "process waits; with overlay, disk"
         await self.compare(
             "restore (running)",
             lambda: self.restore(image, snapshot, False),
@@ -298,7 +300,7 @@ class Bench:
         )
         note = "stop, save, go on; 16 MiB changed"
         await self.compare("capture", lambda: self.capture(snapshot), lambda: self.capture_raw(snapshot), note)
-        note = "capture, then processes are started and restored side by side"
+        note = "with the starts of processes"
         await self.compare(
             f"fork of {CHILDREN} (all running)", lambda: self.fork(snapshot), lambda: self.fork_raw(snapshot), note
         )
