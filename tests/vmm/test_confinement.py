@@ -37,8 +37,15 @@ def given(vm: QemuVm, frozen: Frozen, *layers: Path) -> set[str]:
 
 
 async def has_only(vm: QemuVm, expected: set[str]) -> None:
-    """What QEMU has read and needs no more goes while the guest runs already."""
-    await asyncio.to_thread(wait_for, lambda: files_of(vm) == expected, f"{vm.id} to have only its files", 20)
+    """What QEMU has read and needs no more goes while the guest runs already, perhaps while we look."""
+
+    def looks_so() -> bool:
+        try:
+            return files_of(vm) == expected
+        except FileNotFoundError:
+            return False
+
+    await asyncio.to_thread(wait_for, looks_so, f"{vm.id} to have only its files", 20)
 
 
 async def test_a_restored_vm_has_its_own_files_and_no_right(

@@ -28,7 +28,7 @@ from aenv.storage.layerd.worker import Worker
 log = structlog.get_logger()
 
 SAVE = 60.0  # seconds between two savings of when cached blocks were used
-RELEASE = 0.5  # seconds until the kernel has told of what was closed
+RELEASE = 3.0  # seconds until the kernel has told of what was closed; a busy host needs more than half of one
 # The interpreter's default of 5 ms is how long one thread that computes may keep a fault waiting.
 SWITCH = 0.0005
 
