@@ -59,15 +59,6 @@ def is_whole(home: Path, converted: ConvertedImage) -> bool:
     return subprocess.run(["e2fsck", "-fn", disk], capture_output=True).returncode == 0
 
 
-def loops(under: Path) -> list[str]:
-    """Loop devices on files below a folder."""
-    found = []
-    for path in Path("/sys/block").glob("loop*/loop/backing_file"):
-        with contextlib.suppress(OSError):
-            found.append(path.read_text())
-    return [name for name in found if str(under) in name]
-
-
 def wait_for(condition: Callable[[], object], what: str) -> None:
     deadline = time.monotonic() + 20
     while not condition():
@@ -138,7 +129,7 @@ async def test_one_that_gives_up_does_not_hold_up_the_other(registry: Registry, 
     with pytest.raises(asyncio.CancelledError):
         await first
     assert content(settings.home, await second, "/top") == "2"
-    assert not list((settings.home / "images/work").iterdir()) and not loops(settings.home)
+    assert not list((settings.home / "images/work").iterdir())
 
 
 @pytest.mark.skipif(shutil.which("umoci") is None, reason="umoci is not installed")
@@ -232,7 +223,7 @@ async def test_hostile_layers_leave_what_is_below_them(
         )
         with pytest.raises(kind):
             await pull(f"{registry.host}/hostile/app:{number}", settings, SIZE)
-        assert not list((settings.home / "images/work").iterdir()) and not loops(settings.home)
+        assert not list((settings.home / "images/work").iterdir())
     assert (tmp_path / "victim").read_text() == "untouched"
     push(registry.base, "hostile/app", "good", [image(b"good")])
     lines: list[str] = []
@@ -292,26 +283,38 @@ def run(*argv: str) -> None:
     subprocess.run(argv, check=True)
 
 
-async def test_a_process_is_ready_for_the_next_pull(registry: Registry, make_settings: MakeSettings) -> None:
+async def test_a_process_serves_one_pull_after_the_other(registry: Registry, make_settings: MakeSettings) -> None:
     settings = make_settings(registry.host)
     processes = Unpackers(keep=60)
-    for name in ("1", "2"):
+    used: list[int] = []
+    for name in ("1", "2", "3"):
         push(registry.base, "shared/ready", name, [image(name.encode())])
-        await pull(f"{registry.host}/shared/ready:{name}", settings, SIZE, processes=processes)
-    spare = await processes.take()
-    assert spare.returncode is None and spare.stdin is not None
+        found = await pull(f"{registry.host}/shared/ready:{name}", settings, SIZE, processes=processes)
+        assert content(settings.home, found, "/top") == name
+        await processes._background.settle()
+        assert processes._spare is not None
+        used.append(processes._spare.pid)
+        assert not list((settings.home / "images/work").iterdir())
+    assert len(set(used)) == 1
+    # One that failed or was given up is not used again.
+    push(registry.base, "shared/ready", "bad", [Image([archive([member("../x")])])])
+    with pytest.raises(UnsafeArchiveError):
+        await pull(f"{registry.host}/shared/ready:bad", settings, SIZE, processes=processes)
+    await processes._background.settle()
+    assert processes._spare is None
+    await pull(f"{registry.host}/shared/ready:1", settings, 2 * SIZE, processes=processes)
+    await processes.close()
+    assert processes._spare is None
+    brief = Unpackers(keep=0.01)
+    await pull(f"{registry.host}/shared/ready:2", settings, 2 * SIZE, processes=brief)
+    await brief._background.settle()
+    spare = brief._spare
+    assert spare is None or await spare.wait() is not None
+    spare = await brief.take()
+    assert spare.stdin is not None
     spare.stdin.close()
     assert await spare.wait() == 0, "it ends with its input"
-    await processes.used()
-    ready = processes._spare
-    assert ready is not None
-    await processes.close()
-    assert ready.returncode is not None
-    brief = Unpackers(keep=0.01)
-    await brief.used()
-    ready = brief._spare
-    assert ready is not None
-    await ready.wait()
+    await brief.close()
 
 
 def all_whole(home: Path) -> bool:
@@ -357,6 +360,7 @@ def pulling(name: str, settings: Settings, fatal: int) -> Iterator[int]:
     child = os.fork()
     if not child:
         try:
+            os.environ["AENV_TEST_MARK"] = str(settings.home)
             counter = Counter(fatal)
             counter.around(unpacker.Unpacker, "_call")
             counter.around(LayerStore, "add")
@@ -385,7 +389,7 @@ def test_killed_at_any_step_it_leaves_nothing_half_done(
         if not os.WIFSIGNALED(status):
             break
         killed += 1
-        wait_for(lambda: not loops(home), "the disk's processes to end")
+        wait_for(lambda: not orphans(f"AENV_TEST_MARK={home}"), "what it started to end")
         assert all_whole(home), fatal
         for path in (home / "images/chains").glob("*.json"):
             hold = LayerStore(home).find(path.stem)
@@ -394,30 +398,59 @@ def test_killed_at_any_step_it_leaves_nothing_half_done(
         if fatal % 4:
             continue
         with monkeypatch.context() as patch:
-            patch.setattr("aenv.image.convert.time.time", lambda: later)
+            patch.setattr("aenv.image.workspace.time.time", lambda: later)
             found = asyncio.run(pull(name, settings, SIZE))
         assert not list((home / "images/work").iterdir()), "what it left is gone"
         assert content(home, found, "/top") == "killed" and is_whole(home, found)
     assert killed > 20
 
 
-async def test_the_unpacking_process_is_killed(registry: Registry, make_settings: MakeSettings) -> None:
+def orphans(mark: str) -> list[int]:
+    """Processes that were started with ``mark`` in their environment, and still are there."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
+
+
+def children(process: int) -> list[int]:
+    """Processes of conversions that a process started."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if b"aenv.image.worker" in path.read_bytes() and parent_of(int(path.parent.name)) == process:
+                found.append(int(path.parent.name))
+    return found
+
+
+@pytest.mark.parametrize("whom", [("worker",), ("disk",), ("worker", "disk"), ("disk", "worker")])
+@pytest.mark.parametrize("moment", ["layer 1", "layer 2", "writing"])
+async def test_its_processes_are_killed(
+    registry: Registry, make_settings: MakeSettings, whom: tuple[str, ...], moment: str
+) -> None:
+    """While much is to be written out. Nothing waits for ever, and the kernel lets go of everything."""
     settings = make_settings(registry.host)
     name = f"{registry.host}/shared/shot:1"
-    push(registry.base, "shared/shot", "1", [image(b"shot")])
+    large = archive([member(f"large{number}", os.urandom(1 << 20)) for number in range(40)])
+    push(registry.base, "shared/shot", "1", [image(b"shot", [large, *BASE[1:]])])
+    shot: list[int] = []
 
     def shoot(line: str) -> None:
-        if "layer 2" in line:
-            for path in Path("/proc").glob("[0-9]*/cmdline"):
-                with contextlib.suppress(OSError):
-                    if b"aenv.image.worker" in path.read_bytes() and parent_of(int(path.parent.name)) == os.getpid():
-                        os.kill(int(path.parent.name), signal.SIGKILL)
+        if moment in line and not shot:
+            (worker,) = children(os.getpid())
+            (disk,) = children(worker)
+            shot.extend({"worker": worker, "disk": disk}[each] for each in whom)
+            for process in shot:
+                os.kill(process, signal.SIGKILL)
 
-    with pytest.raises(ImageError, match="process that unpacks"):
-        await pull(name, settings, SIZE, progress=shoot)
-    found = await pull(name, settings, SIZE)
+    with pytest.raises(ImageError):
+        await pull(name, settings, 128, progress=shoot)
+    wait_for(lambda: not any(Path(f"/proc/{process}").exists() for process in shot), "the processes to end")
+    found = await pull(name, settings, 128)
     assert content(settings.home, found, "/top") == "shot" and all_whole(settings.home)
-    wait_for(lambda: not loops(settings.home), "the loop device to be let go")
+    assert not list((settings.home / "images/work").iterdir())
 
 
 def parent_of(process: int) -> int:

@@ -9,11 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import shutil
-import tempfile
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -24,9 +20,10 @@ from aenv.image import chain
 from aenv.image.drives import DriveImage
 from aenv.image.errors import ImageError
 from aenv.image.layerstore import Hold, LayerStore, StoredLayer
-from aenv.image.locks import locked, try_lock
+from aenv.image.locks import locked
 from aenv.image.manifest import ImageConfig
 from aenv.image.unpacker import Unpacker, Unpackers
+from aenv.image.workspace import workspace
 
 Progress = Callable[[str], None]
 Step = Callable[[Unpacker], Awaitable[str]]
@@ -79,8 +76,13 @@ class Conversion:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._processes.later(self._stack.aclose())
+        self._processes.later(self._leave(kind, error, trace))
         self._hold.close()
+
+    async def _leave(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.__aexit__(kind, error, trace)
 
     async def _begin(self) -> None:
         """A process that knows no disk yet."""
@@ -207,31 +209,3 @@ class Conversion:
 async def _format(unpacker: Unpacker) -> str:
     await unpacker.format()
     return ""
-
-
-@contextlib.asynccontextmanager
-async def workspace(home: Path) -> AsyncIterator[Path]:
-    """A new directory that only root may enter, locked while it is in use."""
-    parent = home / "images" / "work"
-    parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    await asyncio.to_thread(_remove_leftovers, parent)
-    work = Path(tempfile.mkdtemp(prefix="unpacking-", dir=parent))
-    descriptor = os.open(work, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        try_lock(descriptor)
-        yield work
-    finally:
-        await asyncio.shield(asyncio.to_thread(shutil.rmtree, work, ignore_errors=True))
-        os.close(descriptor)
-
-
-def _remove_leftovers(parent: Path) -> None:
-    """Remove what a crash left: workspaces that nobody has locked. A minute old, as one may not be locked yet."""
-    for path in parent.iterdir():
-        with contextlib.suppress(OSError):
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                if time.time() - os.fstat(descriptor).st_ctime > 60 and try_lock(descriptor):
-                    shutil.rmtree(path, ignore_errors=True)
-            finally:
-                os.close(descriptor)

@@ -21,6 +21,7 @@ from typing import Any
 from aenv.errors import AenvError
 from aenv.image.answers import describe, raise_error
 from aenv.image.errors import ImageError
+from aenv.image.loop import join_mounts
 from aenv.storage.scratch import ScratchDisk
 from aenv.storage.scratchfile import ScratchFile, mount
 from aenv.storage.source import FileSource
@@ -34,9 +35,14 @@ _LONGEST = 1 << 20
 class DiskServer:
     """Used by the unpacking process. Raises ImageError, CapacityError."""
 
-    def __init__(self, file: Path, folder: Path) -> None:
-        """Show the disk as ``file``, which is made; what is written goes to ``folder``'s disk."""
+    def __init__(self, file: Path, folder: Path, mounts: int) -> None:
+        """Show the disk as ``file``, which is made; what is written goes to ``folder``'s disk. The process sees the
+        mounts of ``mounts`` (see ``leave_mounts``), not those of this one.
+        """
         file.touch(0o600)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:  # former ones, which nobody waited for
+                pass
         device = mount(file)
         ours, theirs = socket.socketpair()
         self._pid = os.fork()
@@ -46,7 +52,7 @@ class DiskServer:
                 nothing = os.open(os.devnull, os.O_RDWR)
                 for number in (0, 1):  # the other process's; its reader is to see their end
                     os.dup2(nothing, number)
-                _serve(device, theirs, folder)
+                _serve(device, theirs, folder, mounts)
             finally:
                 os._exit(1)
         os.close(device)
@@ -77,10 +83,10 @@ class DiskServer:
             raise
 
     def close(self, *, orderly: bool) -> None:
-        """Wait for its end, which comes with that of the mount; ``orderly`` says that this came."""
+        """It ends with the mount, which has ended if ``orderly``. Nobody waits: it may have much to give back."""
         if not orderly:
             os.kill(self._pid, signal.SIGKILL)
-        os.waitpid(self._pid, 0)
+        self._lines.close()
         self._socket.close()
 
     def _call(self, **request: Any) -> dict[str, Any]:
@@ -96,8 +102,11 @@ class DiskServer:
         return answer
 
 
-def _serve(device: int, control: socket.socket, folder: Path) -> None:
+def _serve(device: int, control: socket.socket, folder: Path, mounts: int) -> None:
     """The process's life: until the file is unmounted and the other process has gone."""
+    # Its last act must not be to unmount what it serves: the kernel would write that out, and wait for an answer from
+    # the process that is ending. The other one unmounts, before this one is told to end, however it ends.
+    join_mounts(mounts)
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # The kernel writes pages out through this process: its own allocations must not wait for that.

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from aenv.image.layerstore import LayerStore, read_record
 from aenv.image.store import BlobStore, remove_unused
+from aenv.image.workspace import remove_leftovers
 
 MIN_AGE_S = 600.0
 """What was used this recently is kept: a pull returns layers that its caller has yet to name."""
@@ -47,6 +48,7 @@ def collect(home: Path, capacity: int) -> Collected:
     store = BlobStore(home)
     now = time.time()
     store.remove_stale_partials(now)
+    remove_leftovers(home)
     _remove_stale_locks(home, now)
     entries = [Entry(store.path(blob.digest), blob.size, blob.used) for blob in store.blobs()]
     entries += unused_layers(home)

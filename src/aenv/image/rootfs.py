@@ -19,7 +19,7 @@ from typing import Any
 from aenv.config import Settings
 from aenv.image.budget import MIB, no_space
 from aenv.image.chain import CONVERTED, layer_id
-from aenv.image.convert import Conversion, Progress, SourceLayer, workspace
+from aenv.image.convert import Conversion, Progress, SourceLayer
 from aenv.image.drives import DriveImage
 from aenv.image.errors import ImageTooLargeError, RegistryForbiddenError, UnsupportedImageError
 from aenv.image.gc import collect
@@ -33,6 +33,7 @@ from aenv.image.registry import RegistryClient
 from aenv.image.remote import Downloads, find
 from aenv.image.sources import Layer, LocalSource, file_digest, identity, open_local, parse_local
 from aenv.image.unpacker import Unpackers
+from aenv.image.workspace import workspace
 
 LOCAL_SCHEMES = ("oci", "docker-archive", "tar")
 _TUPLES = ("entrypoint", "cmd", "shell", "exposed_ports", "volumes")

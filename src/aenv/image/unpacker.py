@@ -24,8 +24,8 @@ _GRACE_S = 10.0  # from being told to end to being killed: it unmounts in order,
 
 
 class Unpackers:
-    """Starts and ends the processes. With ``keep`` one is ready after each that was used, for as many seconds: what
-    takes them longest is to load their libraries.
+    """Starts and ends the processes. One that has done its work waits for more, for ``keep`` seconds: loading its
+    libraries takes a new one longer than most second images.
     """
 
     def __init__(self, keep: float = 0.0) -> None:
@@ -40,11 +40,13 @@ class Unpackers:
             return spare
         return await _start()
 
-    async def used(self) -> None:
-        """One has ended."""
-        if self._keep and self._spare is None:
-            self._spare = await _start()
-            self._ending = asyncio.create_task(self._end_later(self._spare))
+    async def give_back(self, process: asyncio.subprocess.Process, *, usable: bool) -> None:
+        """``usable``: it is at its beginning again."""
+        if not usable or not self._keep or self._spare is not None or process.returncode is not None:
+            await _end(process)
+            return
+        self._spare = process
+        self._ending = asyncio.create_task(self._end_later(process))
 
     async def _end_later(self, process: asyncio.subprocess.Process) -> None:
         await asyncio.sleep(self._keep)
@@ -56,7 +58,7 @@ class Unpackers:
         self._background.spawn(work)
 
     async def close(self) -> None:
-        """What is left to be done, and the process that nobody used."""
+        """What is left to be done, and the process that nobody uses."""
         await self._background.settle()
         if self._ending is not None:
             self._ending.cancel()
@@ -115,10 +117,17 @@ class Unpacker:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # Shielded: what it wrote may be removed only once it is done with it.
+        await asyncio.shield(asyncio.ensure_future(self._leave(usable=kind is None)))
+
+    async def _leave(self, *, usable: bool) -> None:
         assert self._process is not None
-        # Shielded: what it wrote may be removed only once it is gone.
-        await asyncio.shield(asyncio.ensure_future(_end(self._process)))
-        await self._processes.used()
+        if usable:
+            try:
+                await self._call({"op": "end"})
+            except ImageError:
+                usable = False
+        await self._processes.give_back(self._process, usable=usable)
 
     async def format(self) -> None:
         """Begin with an empty file system."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from aenv.errors import AenvError, CapacityError
 from aenv.storage.layerd import protocol
 from aenv.storage.layerd.mount import MS_NODEV, MS_NOEXEC, MS_NOSUID, MountError
-from aenv.storage.layerd.protocol import FOPEN_KEEP_CACHE, FOREVER, IN_HEADER, ROOT, FuseError, Op
+from aenv.storage.layerd.protocol import FOREVER, IN_HEADER, ROOT, FuseError, Op
 from aenv.storage.scratch import ScratchDisk
 
 LARGEST = 1 << 20  # bytes of one request: 256 pages, the kernel's own limit (fs.fuse.max_pages_limit)
@@ -29,6 +29,7 @@ _HEAD = IN_HEADER.size + _WRITE_IN.size
 _WRITE, _FLUSH, _FALLOCATE = 16, 25, 43
 _BIG_WRITES = 1 << 5
 _FLAGS = protocol.Flag.ASYNC_READ | protocol.Flag.MAX_PAGES | _BIG_WRITES
+_FOPEN_DIRECT_IO = 1  # the file's users keep what they need: no pages of it a second time
 _KEEP_SIZE, _PUNCH_HOLE, _ZERO_RANGE = 0x01, 0x02, 0x10  # fallocate(2)
 _MAX_BACKGROUND = 64
 
@@ -140,7 +141,7 @@ class ScratchFile:
             a = protocol.Attributes(ROOT, disk.size, protocol.S_IFREG | 0o600, os.getuid(), 0)
             return protocol.ATTR_OUT.pack(FOREVER, 0, 0) + protocol.attributes(a)
         if opcode == Op.OPEN:
-            return protocol.open_reply(0, FOPEN_KEEP_CACHE)
+            return protocol.open_reply(0, _FOPEN_DIRECT_IO)
         if opcode == _FALLOCATE:
             return self._fallocate(disk, body)
         if opcode in (Op.RELEASE, _FLUSH, Op.DESTROY):
