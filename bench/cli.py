@@ -1,9 +1,14 @@
-"""What a user of the command line waits for: processes of ``aenv``, beside the least that could be done instead."""
+"""What a user of the command line waits for: processes of ``aenv``, beside the least that could be done instead.
 
+``python -m bench.cli`` for this alone, on a node of its own.
+"""
+
+import json
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -11,10 +16,13 @@ from e2b import Sandbox
 from tests.node.process import NodeProcess
 
 from aenv.client.guest import ENVD_PORT
+from aenv.network.addressing import slot_at
+from aenv.network.settings import NetworkSettings
 from bench.by_hand import run_command
 from bench.calls import timed
 from bench.report import Report, Row
 
+PREFIX, CIDR = "aenvl", "10.239.0.0/16"  # of the node's network slots
 AENV = str(Path(sys.executable).parent / "aenv")
 IMPORT = "import time; began = time.perf_counter(); import aenv.cli.main; print(time.perf_counter() - began)"
 # One request with the standard library: what a script of one's own would be.
@@ -60,3 +68,29 @@ def _imports(rounds: int) -> float:
         done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True)
         times.append(1000 * float(done.stdout))
     return statistics.median(times)
+
+
+def _alone(rounds: int) -> None:
+    report = Report()
+    with tempfile.TemporaryDirectory(prefix="aenv-bench-", dir="/var/tmp") as folder:
+        node = NodeProcess(Path(folder), prefix=PREFIX, cidr=CIDR)
+        try:
+            node.start()
+            settings = NetworkSettings(prefix=PREFIX, pool_cidr=CIDR)
+
+            def create() -> Sandbox:
+                return Sandbox.create(
+                    "base", timeout=3600, api_key=node.api_key, api_url=node.url, sandbox_url=node.url
+                )
+
+            def host_of(sandbox_id: str) -> str:
+                return slot_at(settings, json.loads(node.records("sandboxes")[sandbox_id])["slot"]).host_address
+
+            cli(node, create, host_of, report, rounds)
+        finally:
+            node.destroy()
+    report.show()
+
+
+if __name__ == "__main__":
+    _alone(10)

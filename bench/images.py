@@ -82,8 +82,8 @@ def _timed(work: Path, registry: Registry, report: Report) -> None:
     note = f"{len(base) / 1e6:.0f} MB plain; ours also makes the file system and compresses it; target 1.2"
     report.add(Row("image: pull and convert", ours, raw, "s", note))
     note = "by hand: the first pull; target 0.05"
-    report.add(Row("image: another one on the same base", other, ours, "s", note))
-    report.add(Row("image: the same again", same, ours, "s", "by hand: the first pull"))
+    report.add(Row("image: another one on the same base", other * 1000, ours * 1000, "ms", note))
+    report.add(Row("image: the same again", same * 1000, ours * 1000, "ms", "by hand: the first pull"))
 
 
 def _native(work: Path, registry: Registry, report: Report) -> None:
