@@ -132,4 +132,4 @@ def files(node: NodeProcess) -> set[str]:
 
 
 def recorded(node: NodeProcess) -> set[str]:
-    return {key for table in TABLES for key in node.records(table)}
+    return {key for table in TABLES for key in node.records(table) if not key.startswith("v-")}  # v-: of images
