@@ -18,6 +18,7 @@ import contextlib
 import os
 import shlex
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -196,6 +197,8 @@ def main(argv: list[str]) -> int:
     if verb is None or not least <= len(arguments) <= most:
         print(__doc__)
         return 2
+    # Whoever is told to end still brings back what there is, and takes the lab down.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         return verb(LabSettings.read(), arguments)
     except KeyboardInterrupt:

@@ -74,11 +74,11 @@ def ensure_home(settings: LabSettings, system: SystemDisk, progress: Progress) -
                     if vmm == vmms[0]:
                         return system.image
             machine.shut_down()
-            (machine.overlay).rename(target)
-            remove_replaced(settings, {target, system.image, system.kernel.vmlinux.parent})
+            machine.overlay.rename(target)
         except (GuestArtifactError, OSError, subprocess.SubprocessError) as error:
             progress(f"no node could be prepared: {error}")
             return system.image
         finally:
             machine.stop()
+        remove_replaced(settings, {target, system.image, system.kernel.vmlinux.parent})
     return target
