@@ -6,6 +6,7 @@ import ctypes
 import fcntl
 import os
 import resource
+import select
 import signal
 import socket
 import struct
@@ -19,6 +20,7 @@ from aenv.errors import VmmError
 
 CLONE_NEWNET = 0x40000000  # namespaces(7)
 NETNS_DIRECTORY = Path("/run/netns")
+DEATH_TIMEOUT = 5.0  # seconds until a killed process is gone
 TUN_DEVICE = "/dev/net/tun"
 TUNSETIFF, TUNSETOWNER = 0x400454CA, 0x400454CC  # linux/if_tun.h
 IFF_TAP, IFF_NO_PI, IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
@@ -165,6 +167,27 @@ def find_by_argument(argument: str) -> list[int]:
                 if wanted in (entry / "cmdline").read_bytes().split(b"\0"):
                     found.append(int(entry.name))
     return found
+
+
+def end_by_argument(argument: str) -> None:
+    """Kill the processes that have ``argument`` among their arguments, and wait until they hold nothing any more."""
+    for pid in find_by_argument(argument):
+        with contextlib.suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(pid)
+            try:
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                poll = select.poll()
+                poll.register(descriptor, select.POLLIN)
+                poll.poll(DEATH_TIMEOUT * 1000)
+            finally:
+                os.close(descriptor)
+
+
+def tail(log: Path) -> str:
+    """The end of what a process printed; empty when it printed nothing."""
+    with contextlib.suppress(OSError):
+        return log.read_text(errors="replace")[-2000:].strip()
+    return ""
 
 
 class Process:

@@ -8,11 +8,11 @@ import shutil
 import signal
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import structlog
 
@@ -22,13 +22,13 @@ from aenv.vmm import memory as ram
 from aenv.vmm.disk.qmp_disk import QmpDisk
 from aenv.vmm.jail import Jail
 from aenv.vmm.jail_root import Share
-from aenv.vmm.protocol import CaptureStats, MachineShape, MemoryImage, NetworkAttachment
+from aenv.vmm.protocol import CaptureStats, MemoryImage
 from aenv.vmm.qemu_record import Record
 from aenv.vmm.qmp import QmpClient, QmpCommandError
+from aenv.vmm.vm_process import VmProcess
 
 log = structlog.get_logger()
 
-T = TypeVar("T")
 Sent = list[tuple["asyncio.Future[Any]", str]]  # commands that are under way, and their names
 FULL_RETRY = 1.0  # seconds until a VM that met a full disk tries its write again
 STATE_TIMEOUT = 60.0  # seconds for saving or loading device state; 1 ms on an idle host
@@ -37,7 +37,7 @@ ERRORS = "qemu.log"
 STATE = "state"  # where QEMU writes device state, before it gets its name
 
 
-class QemuVm:
+class QemuVm(VmProcess[Record]):
     """One QEMU process. Made by ``QemuVmm`` only."""
 
     def __init__(
@@ -53,16 +53,11 @@ class QemuVm:
         executor: ThreadPoolExecutor,
     ) -> None:
         """``layers``: the folders that hold layers of disks."""
-        self._id = vm_id
-        self._directory = directory
-        self._console = console
-        self._record = record
-        self._process = proc
+        super().__init__(vm_id, directory, console, record, proc, executor)
         self._qmp = qmp
         self._jail = jail
         self._layers = layers
         self._disk = QmpDisk(qmp, self._root, f"VM {vm_id}", self._show)
-        self._executor = executor
         self._stopped_at: float | None = None
         self._held = False  # stopped by us, so that nothing but ``cont`` may let it run
         self._met_full_disk = False
@@ -70,35 +65,6 @@ class QemuVm:
         self._tidying: asyncio.Future[None] | None = None
         qmp.subscribe(self._on_event)
         self._mapping: ram.Mapping | None = None
-
-    @property
-    def id(self) -> str:
-        return self._id
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def alive(self) -> bool:
-        return self._process.alive
-
-    @property
-    def console(self) -> Path:
-        return self._console
-
-    @property
-    def directory(self) -> Path:
-        """Its runtime files."""
-        return self._directory
-
-    @property
-    def shape(self) -> MachineShape:
-        return MachineShape(self._record.vcpus, self._record.memory_mib)
-
-    @property
-    def network(self) -> NetworkAttachment:
-        return NetworkAttachment(self._record.netns, self._record.tap, self._record.mac)
 
     async def restore(self, memory: MemoryImage, state: Path, disk: Path) -> None:
         """See ``Vm``. After an error the process is of no further use: kill it."""
@@ -226,9 +192,6 @@ class QemuVm:
     async def reclaim(self) -> bool:
         return await self._blocking(lambda: reclaim.has_swap() and reclaim.page_out(self._mapped()))
 
-    async def wait(self) -> int | None:
-        return await self._process.wait()
-
     async def kill(self) -> None:
         self._qmp.close()
         self._process.send(signal.SIGKILL)
@@ -243,7 +206,7 @@ class QemuVm:
 
     def errors(self) -> str:
         """The end of what QEMU printed."""
-        return qemu_files.tail(self._directory / ERRORS)
+        return process.tail(self._directory / ERRORS)
 
     async def _root(self) -> tuple[str, Path]:
         """Node name and file of the present root disk, as QEMU knows them."""
@@ -296,9 +259,6 @@ class QemuVm:
         used = hot.of_runs(*ram.touched_runs(mapping), ram.PAGE, mapping.size)
         assert self._record.memory is not None  # or there was no mapping
         return ram.capture(mapping, delta, ram.data_of(Path(self._record.memory))), hot.encode(used)
-
-    def _blocking(self, function: Callable[..., T], *arguments: Any) -> "asyncio.Future[T]":
-        return asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
 
 
 def _consume(future: "asyncio.Future[None]") -> None:

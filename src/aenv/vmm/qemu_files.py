@@ -1,6 +1,5 @@
 """The files that a confined QEMU is given, and those that the server takes from it."""
 
-import contextlib
 import functools
 import os
 import subprocess
@@ -56,13 +55,6 @@ def keep_state(written: Path, target: Path) -> int:
         with target.open("xb") as file:
             file.write(data)
     return len(data)
-
-
-def tail(log: Path) -> str:
-    """The end of what a process printed."""
-    with contextlib.suppress(OSError):
-        return log.read_text(errors="replace")[-2000:].strip()
-    return ""
 
 
 def is_full(directory: Path) -> bool:

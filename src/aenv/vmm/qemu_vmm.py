@@ -7,7 +7,6 @@
 import asyncio
 import contextlib
 import os
-import select
 import shutil
 import signal
 import socket
@@ -28,13 +27,13 @@ from aenv.vmm.protocol import Accelerator, Fingerprint, MachineShape, NetworkAtt
 from aenv.vmm.qemu import ERRORS, STATE, QemuVm
 from aenv.vmm.qemu_record import Record
 from aenv.vmm.qmp import QmpClient
+from aenv.vmm.vm_folders import VmFolders
 
 log = structlog.get_logger()
 
 T = TypeVar("T")
 ADOPT_TIMEOUT = 30.0  # seconds until a process that was found counts as hung
 LAUNCH_TIMEOUT = 30.0  # seconds until a new process answers QMP; 25 ms on an idle host
-DEATH_TIMEOUT = 5.0  # seconds until a killed process is gone
 QMP_SOCKET = "qmp.sock"
 KVM_DEVICE = "/dev/kvm"
 # Bytes that a process may have besides its guest's memory: QEMU itself, and page cache that is charged to it. Under
@@ -64,8 +63,7 @@ class QemuVmm:
         layers: Sequence[Path] | None = None,
     ) -> None:
         """``layers``: the folders that hold layers of disks, by default the node's. Without ``jailer``: no jails."""
-        self._home = home
-        self._runtime = runtime
+        self._folders = VmFolders(home, runtime)
         self._platform = platform
         self._fingerprint = fingerprint
         self._kernel = kernel
@@ -98,7 +96,7 @@ class QemuVmm:
         disk: Path,
         parameters: Mapping[str, str],
     ) -> QemuVm:
-        memory = self._home / "vms" / vm_id / "memory"
+        memory = self._folders.memory(vm_id)
         line = qemu_command.kernel_parameters(self._platform, parameters)
         source = qemu_command.BootSource(self._kernel, self._initramfs, line)
         vm = await self._start(vm_id, shape, network, source, memory)
@@ -110,7 +108,7 @@ class QemuVmm:
         return vm
 
     async def adopt(self, vm_id: str) -> QemuVm | None:
-        directory = self._directory(vm_id)
+        directory = self._folders.runtime(vm_id)
         record = await self._blocking(Record.read, directory)
         if record is None:
             await self._blocking(self._sweep, vm_id)
@@ -135,10 +133,7 @@ class QemuVmm:
         return self._vm(vm_id, record, proc, qmp, jail)
 
     def known(self) -> list[str]:
-        try:
-            return sorted(entry.name for entry in (self._runtime / "vms").iterdir())
-        except FileNotFoundError:
-            return []
+        return self._folders.known()
 
     def close(self) -> None:
         """End the worker threads. VMs are not touched."""
@@ -154,12 +149,12 @@ class QemuVmm:
         memory: Path | None,
     ) -> QemuVm:
         """A process that waits for its machine, confined. ``memory``: an empty file to be made, for a boot."""
-        directory = self._directory(vm_id)
+        directory = self._folders.runtime(vm_id)
         pid, jail, control = await self._blocking(self._launch, vm_id, shape, network, source, memory)
         proc = process.Process(pid)
         record = Record(
             pid, proc.start, shape.vcpus, shape.memory_mib, network.netns, network.tap, network.mac,
-            str(memory) if memory else None, jail.user,
+            jail.user, str(memory) if memory else None,
         )  # fmt: skip
         try:
             # While it loads its program.
@@ -174,14 +169,14 @@ class QemuVmm:
         except BaseException as error:
             proc.send(signal.SIGKILL)
             status = await proc.wait()
-            said = await self._blocking(qemu_files.tail, directory / ERRORS)
+            said = await self._blocking(process.tail, directory / ERRORS)
             await self._blocking(self._remove, jail, directory)
             if isinstance(error, VmmError):
                 raise VmmError(f"QEMU did not start (exit status {status}): {said or error.message}") from error
             raise
 
     def _vm(self, vm_id: str, record: Record, proc: process.Process, qmp: QmpClient, jail: Jail) -> QemuVm:
-        directory, console = self._directory(vm_id), self._console(vm_id)
+        directory, console = self._folders.runtime(vm_id), self._folders.console(vm_id)
         return QemuVm(vm_id, directory, console, record, proc, qmp, jail, self._layers, self._executor)
 
     def _launch(
@@ -192,12 +187,9 @@ class QemuVmm:
         source: qemu_command.BootSource | None,
         memory: Path | None,
     ) -> tuple[int, Jail, socket.socket]:
-        directory, console = self._directory(vm_id), self._console(vm_id)
+        directory, console = self._folders.runtime(vm_id), self._folders.console(vm_id)
         with disk_errors(directory), contextlib.ExitStack() as undo, contextlib.ExitStack() as opened:
-            try:
-                directory.mkdir(parents=True)
-            except FileExistsError as error:
-                raise VmmError(f"VM {vm_id} exists already.") from error
+            self._folders.make(vm_id)
             undo.callback(shutil.rmtree, directory, True)
             console.parent.mkdir(parents=True, exist_ok=True)
             if memory is not None:
@@ -255,10 +247,9 @@ class QemuVmm:
 
     def _sweep(self, vm_id: str) -> None:
         """Remove what a VM left behind; also a process that started when the server died before noting its pid."""
-        directory = self._directory(vm_id)
+        directory = self._folders.runtime(vm_id)
         if directory.exists():
-            for pid in process.find_by_argument(qemu_command.process_name(vm_id)):
-                _end(pid)
+            process.end_by_argument(qemu_command.process_name(vm_id))
         self._jailer.sweep(vm_id, directory)
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -266,24 +257,5 @@ class QemuVmm:
         jail.close()
         shutil.rmtree(directory, ignore_errors=True)
 
-    def _directory(self, vm_id: str) -> Path:
-        return self._runtime / "vms" / vm_id
-
-    def _console(self, vm_id: str) -> Path:
-        return self._home / "vms" / vm_id / "console.log"
-
     def _blocking(self, function: Callable[..., T], *arguments: object) -> "asyncio.Future[T]":
         return asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
-
-
-def _end(pid: int) -> None:
-    """Kill a process and wait until it holds nothing any more."""
-    with contextlib.suppress(ProcessLookupError):
-        descriptor = os.pidfd_open(pid)
-        try:
-            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-            poll = select.poll()
-            poll.register(descriptor, select.POLLIN)
-            poll.poll(DEATH_TIMEOUT * 1000)
-        finally:
-            os.close(descriptor)

@@ -6,14 +6,11 @@ that has the directory's marker among its arguments, by which ``sweep`` finds it
 """
 
 import asyncio
-import contextlib
 import ctypes
 import errno
-import json
 import os
 import signal
 import socket
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +18,7 @@ from typing import Any
 
 from aenv.errors import VmmError
 from aenv.vmm import process
+from aenv.vmm.record import read_note, write_note
 
 RECORD = "export.json"
 SOCKET = "disk.sock"
@@ -43,9 +41,7 @@ class Record:
     start: int
 
     def write(self, directory: Path) -> None:
-        temporary = directory / f".{RECORD}.{uuid.uuid4().hex[:8]}"
-        temporary.write_text(json.dumps(asdict(self)))
-        temporary.replace(directory / RECORD)
+        write_note(directory / RECORD, asdict(self))
 
     @classmethod
     def read(cls, directory: Path, kind: str) -> "Record | None":
@@ -62,7 +58,7 @@ def kind_of(directory: Path) -> str | None:
 
 def _record(directory: Path) -> dict[str, Any] | None:
     try:
-        found: dict[str, Any] = json.loads((directory / RECORD).read_text())
+        found = read_note(directory / RECORD)
         return {"kind": str(found["kind"]), "pid": int(found["pid"]), "start": int(found["start"])}
     except (OSError, ValueError, TypeError, KeyError):
         return None
@@ -96,9 +92,7 @@ async def end(proc: process.Process) -> None:
 def sweep(directory: Path) -> None:
     """Remove what a daemon of that directory left behind, and a daemon that was never noted."""
     for marker in MARKERS:
-        for pid in process.find_by_argument(str(directory / marker)):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        process.end_by_argument(str(directory / marker))
     for name in (RECORD, SOCKET, ERRORS, PID):
         (directory / name).unlink(missing_ok=True)
 
@@ -114,6 +108,4 @@ def detach_mount(path: Path) -> None:
 
 def said(directory: Path) -> str:
     """The end of what the daemon printed."""
-    with contextlib.suppress(OSError):
-        return (directory / ERRORS).read_text(errors="replace")[-2000:].strip()
-    return ""
+    return process.tail(directory / ERRORS)

@@ -5,11 +5,11 @@ import shutil
 import signal
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -24,9 +24,9 @@ from aenv.vmm.firecracker.cell import ERRORS, LOG, Cell
 from aenv.vmm.firecracker.gate import OpenGate, StatePipe
 from aenv.vmm.firecracker.options import FirecrackerOptions
 from aenv.vmm.firecracker.record import Record
-from aenv.vmm.protocol import CaptureStats, MachineShape, MemoryImage, NetworkAttachment
+from aenv.vmm.protocol import CaptureStats, MemoryImage
+from aenv.vmm.vm_process import VmProcess
 
-T = TypeVar("T")
 STATE_TIMEOUT = 60.0  # seconds for saving or loading device state; some ms on an idle host
 HELD_TIMEOUT = 3600.0  # seconds for a request that is held while memory is read or written
 # The fault when device state was written whole, to a pipe, which cannot be synced (``snapshot_state_to_file``).
@@ -41,7 +41,7 @@ class Detachable(Protocol):
     def detach(self) -> None: ...
 
 
-class FirecrackerVm:
+class FirecrackerVm(VmProcess[Record]):
     """Made by ``FirecrackerVmm`` only."""
 
     def __init__(
@@ -58,47 +58,13 @@ class FirecrackerVm:
         options: FirecrackerOptions,
         executor: ThreadPoolExecutor,
     ) -> None:
-        self._id = vm_id
-        self._directory = directory
-        self._console = console
-        self._record = record
-        self._process = proc
+        super().__init__(vm_id, directory, console, record, proc, executor)
         self._api = api
         self._cell = cell
         self._exporter = exporter
         self._export = export
         self._options = options
-        self._executor = executor
         self._stopped_at: float | None = None
-
-    @property
-    def id(self) -> str:
-        return self._id
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def alive(self) -> bool:
-        return self._process.alive
-
-    @property
-    def console(self) -> Path:
-        return self._console
-
-    @property
-    def directory(self) -> Path:
-        """Its runtime files."""
-        return self._directory
-
-    @property
-    def shape(self) -> MachineShape:
-        return self._record.shape
-
-    @property
-    def network(self) -> NetworkAttachment:
-        return self._record.network
 
     async def boot(self, line: str, kernel: Path, initramfs: Path, disk: Path) -> None:
         """Start the kernel in a freshly spawned process. After an error the process is of no further use."""
@@ -183,9 +149,6 @@ class FirecrackerVm:
     async def reclaim(self) -> bool:
         return await self._blocking(self._reclaim)
 
-    async def wait(self) -> int | None:
-        return await self._process.wait()
-
     async def kill(self) -> None:
         self._api.close()
         self._process.send(signal.SIGKILL)
@@ -210,7 +173,7 @@ class FirecrackerVm:
 
     def errors(self) -> str:
         """The end of what Firecracker logged, or printed."""
-        return _tail(self._directory / LOG) or _tail(self._directory / ERRORS)
+        return process.tail(self._directory / LOG) or process.tail(self._directory / ERRORS)
 
     async def _furnish(self, disk: Path, files: Mapping[str, Path]) -> None:
         """Disk and files side by side; an error of one is raised when the other has come to its end too."""
@@ -298,9 +261,6 @@ class FirecrackerVm:
     def _reclaim(self) -> bool:
         return reclaim.has_swap() and all(reclaim.page_out(piece) for piece in self._pieces())
 
-    def _blocking(self, function: Callable[..., T], *arguments: Any) -> "asyncio.Future[T]":
-        return asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
-
 
 async def _first(event: Coroutine[Any, Any, None], request: asyncio.Task[Any]) -> None:
     """Wait for ``event`` while ``request`` is on its way. Raises what the request raises, should it end before."""
@@ -325,10 +285,3 @@ def _write(path: Path, content: bytes) -> None:
             temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _tail(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")[-2000:].strip()
-    except OSError:
-        return ""

@@ -18,7 +18,7 @@ import structlog
 from aenv.errors import VmmError
 from aenv.storage.lsmt import disk_errors
 from aenv.vmm import process, qemu_command
-from aenv.vmm.disk.protocol import DiskExporter
+from aenv.vmm.disk.protocol import DiskExport, DiskExporter
 from aenv.vmm.firecracker import requests
 from aenv.vmm.firecracker.api import FirecrackerApi
 from aenv.vmm.firecracker.binary import FirecrackerBinary
@@ -30,6 +30,7 @@ from aenv.vmm.firecracker.vm import FirecrackerVm
 from aenv.vmm.jail import Jailer
 from aenv.vmm.probe import host_cpu
 from aenv.vmm.protocol import Accelerator, Fingerprint, MachineShape, NetworkAttachment
+from aenv.vmm.vm_folders import VmFolders
 
 log = structlog.get_logger()
 
@@ -67,8 +68,7 @@ class FirecrackerVmm:
         options: FirecrackerOptions,
         jailer: Jailer,
     ) -> None:
-        self._home = home
-        self._runtime = runtime
+        self._folders = VmFolders(home, runtime)
         self._binary = binary
         self._fingerprint = fingerprint
         self._kernel = kernel
@@ -88,7 +88,7 @@ class FirecrackerVmm:
         return self._fingerprint
 
     async def spawn(self, vm_id: str, shape: MachineShape, network: NetworkAttachment) -> FirecrackerVm:
-        directory = self._directory(vm_id)
+        directory = self._folders.runtime(vm_id)
         if len(os.fsencode(directory / SOCKET)) > LONGEST_SOCKET:
             raise VmmError(f"The path {directory} is too long for sockets.", "Set AENV_RUNTIME to a shorter path.")
         pid, cell = await self._blocking(self._launch, vm_id, shape, network)
@@ -97,10 +97,7 @@ class FirecrackerVmm:
         record = Record(
             pid, proc.start, shape.vcpus, shape.memory_mib, network.netns, network.tap, network.mac, cell.user
         )  # fmt: skip
-        vm = FirecrackerVm(
-            vm_id, directory, self._console(vm_id), record, proc, api, cell,
-            self._exporter, None, self._options, self._executor,
-        )  # fmt: skip
+        vm = self._vm(vm_id, record, proc, api, cell, None)
         try:
             saved = self._blocking(record.write, directory)
             try:
@@ -132,7 +129,7 @@ class FirecrackerVmm:
             raise
 
     async def adopt(self, vm_id: str) -> FirecrackerVm | None:
-        directory = self._directory(vm_id)
+        directory = self._folders.runtime(vm_id)
         record = await self._blocking(Record.read, directory)
         try:
             proc = process.Process(record.pid, record.start) if record else None
@@ -160,20 +157,29 @@ class FirecrackerVmm:
             await proc.wait()
             await self._sweep(vm_id)
             return None
-        return FirecrackerVm(
-            vm_id, directory, self._console(vm_id), record, proc, api, Cell(jail, directory, self._console(vm_id)),
-            self._exporter, export, self._options, self._executor,
-        )  # fmt: skip
+        cell = Cell(jail, directory, self._folders.console(vm_id))
+        return self._vm(vm_id, record, proc, api, cell, export)
 
     def known(self) -> list[str]:
-        try:
-            return sorted(entry.name for entry in (self._runtime / "vms").iterdir())
-        except FileNotFoundError:
-            return []
+        return self._folders.known()
 
     def close(self) -> None:
         """End the worker threads. VMs are not touched."""
         self._executor.shutdown(wait=False)
+
+    def _vm(
+        self,
+        vm_id: str,
+        record: Record,
+        proc: process.Process,
+        api: FirecrackerApi,
+        cell: Cell,
+        export: DiskExport | None,
+    ) -> FirecrackerVm:
+        return FirecrackerVm(
+            vm_id, self._folders.runtime(vm_id), self._folders.console(vm_id), record, proc, api, cell,
+            self._exporter, export, self._options, self._executor,
+        )  # fmt: skip
 
     async def _answering(self, vm: FirecrackerVm, api: FirecrackerApi) -> None:
         """Until a new process answers, or VmmError with what it said when it ended before that."""
@@ -190,15 +196,12 @@ class FirecrackerVmm:
             await asyncio.gather(ended, ready, return_exceptions=True)
 
     def _launch(self, vm_id: str, shape: MachineShape, network: NetworkAttachment) -> tuple[int, Cell]:
-        directory = self._directory(vm_id)
+        directory = self._folders.runtime(vm_id)
         with disk_errors(directory), contextlib.ExitStack() as stack:
-            try:
-                directory.mkdir(parents=True)
-            except FileExistsError as error:
-                raise VmmError(f"VM {vm_id} exists already.") from error
+            self._folders.make(vm_id)
             stack.callback(shutil.rmtree, directory, True)
             limits = self._jailer.limits(shape.vcpus, (shape.memory_mib << 20) + OVERHEAD)
-            cell = Cell(self._jailer.prepare(vm_id, directory, limits), directory, self._console(vm_id))
+            cell = Cell(self._jailer.prepare(vm_id, directory, limits), directory, self._folders.console(vm_id))
             stack.callback(cell.close)
             cell.prepare()
             argv = command(self._binary, vm_id, cell.lobby_path(SOCKET), cell.lobby_path(LOG))
@@ -208,22 +211,14 @@ class FirecrackerVmm:
 
     async def _sweep(self, vm_id: str) -> None:
         """Remove what a VM left behind; also a process that started when the server died before noting its pid."""
-        directory = self._directory(vm_id)
+        directory = self._folders.runtime(vm_id)
         if not await self._blocking(directory.exists):
             return
-        for pid in await self._blocking(process.find_by_argument, qemu_command.process_name(vm_id)):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        await self._blocking(process.end_by_argument, qemu_command.process_name(vm_id))
         if export := await self._exporter.adopt(vm_id, directory):
             await export.close()
         await self._blocking(self._jailer.sweep, vm_id, directory)
         await self._blocking(shutil.rmtree, directory, True)
-
-    def _directory(self, vm_id: str) -> Path:
-        return self._runtime / "vms" / vm_id
-
-    def _console(self, vm_id: str) -> Path:
-        return self._home / "vms" / vm_id / "console.log"
 
     def _blocking(self, function: Callable[..., T], *arguments: Any) -> "asyncio.Future[T]":
         return asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)

@@ -1,0 +1,69 @@
+"""What every VM that is a process of its own has, whatever runs in it; the rest is its hypervisor's."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from aenv.vmm import process
+from aenv.vmm.protocol import MachineShape, NetworkAttachment
+from aenv.vmm.record import VmRecord
+
+T = TypeVar("T")
+RecordT = TypeVar("RecordT", bound=VmRecord)
+
+
+class VmProcess(Generic[RecordT]):
+    """The part of ``Vm`` that is the same for all."""
+
+    def __init__(
+        self,
+        vm_id: str,
+        directory: Path,
+        console: Path,
+        record: RecordT,
+        proc: process.Process,
+        executor: ThreadPoolExecutor,
+    ) -> None:
+        self._id = vm_id
+        self._directory = directory
+        self._console = console
+        self._record = record
+        self._process = proc
+        self._executor = executor
+
+    @property
+    def id(self) -> str:
+        return self._id
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.alive
+
+    @property
+    def console(self) -> Path:
+        return self._console
+
+    @property
+    def directory(self) -> Path:
+        """Its runtime files."""
+        return self._directory
+
+    @property
+    def shape(self) -> MachineShape:
+        return self._record.shape
+
+    @property
+    def network(self) -> NetworkAttachment:
+        return self._record.network
+
+    async def wait(self) -> int | None:
+        return await self._process.wait()
+
+    def _blocking(self, function: Callable[..., T], *arguments: Any) -> "asyncio.Future[T]":
+        return asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
