@@ -41,6 +41,7 @@ class Hypervisors:
         self._progress = progress
         self.used: Candidate | None = None  # what ``choose`` gave
         self._jailer: Jailer | None = None
+        self._digests: dict[Path, str] = {}  # of kernels: each is read once
         self._trying = asyncio.Lock()  # one boot at a time: two would slow each other into their time limits
 
     async def verdicts(self) -> list[Verdict]:
@@ -96,12 +97,12 @@ class Hypervisors:
 
         if candidate.vmm == "qemu":
             qemu = await find_qemu(settings.qemu)
-            digest = await asyncio.to_thread(sha256_of, self._kernel)
+            digest = await self._digest(self._kernel)
             return await remembered_probe(
                 settings.home, qemu, candidate.accelerator, self._kernel, self._initramfs, digest, announce
             )
         kernel, firecracker = self._kernel_for(candidate), await self._firecracker()
-        digest = await asyncio.to_thread(sha256_of, kernel)
+        digest = await self._digest(kernel)
         return await remembered_firecracker_probe(
             settings.home, firecracker, candidate.accelerator, kernel, self._initramfs, digest, announce
         )
@@ -111,6 +112,11 @@ class Hypervisors:
         name = self._settings.firecracker
         loaded = installed_in(self._settings.home) / f"firecracker-v{PINNED}"
         return await find_firecracker(name if shutil.which(name) or not loaded.exists() else str(loaded))
+
+    async def _digest(self, kernel: Path) -> str:
+        if kernel not in self._digests:
+            self._digests[kernel] = await asyncio.to_thread(sha256_of, kernel)
+        return self._digests[kernel]
 
     def _kernel_for(self, candidate: Candidate) -> Path:
         if candidate.accelerator is not Accelerator.PVM:
@@ -123,8 +129,9 @@ class Hypervisors:
 
     async def _make(self, candidate: Candidate) -> Vmm:
         settings, kernel = self._settings, self._kernel_for(candidate)
-        digest = await asyncio.to_thread(sha256_of, kernel)
-        self._jailer = await asyncio.to_thread(make_jailer, settings)
+        digest = await self._digest(kernel)
+        if self._jailer is None:
+            self._jailer = await asyncio.to_thread(make_jailer, settings)
         if candidate.vmm == "firecracker":
             binary = await self._firecracker()
             return FirecrackerVmm(

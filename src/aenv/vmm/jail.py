@@ -131,10 +131,6 @@ class Jail:
                 for path in gone:
                     del self._present[path]
 
-    def path(self, share: Share) -> str:
-        """What the process is to be told."""
-        return share.path if self.enclosed else str(share.source)
-
     @property
     def provided(self) -> set[str]:
         """Paths that the process has now; empty when it is not enclosed, and finds what the host has."""

@@ -40,7 +40,7 @@ class Users:
                     return user
         raise VmmError(
             f"All {self._count} users for VM processes are taken.",
-            "End sandboxes, or give the node more (jail_uids).",
+            "End sandboxes, or give the node more (jail_users).",
         )
 
     def release(self, owner: Path) -> None:

@@ -7,6 +7,7 @@ kernel still does not run. Verdicts are remembered (``aenv.vmm.verdict``).
 import asyncio
 import contextlib
 import ctypes
+import functools
 import hashlib
 import mmap
 import os
@@ -14,7 +15,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -157,20 +158,27 @@ async def remembered_probe(
     kernel_sha256: str,
     announce: Callable[[], None] = lambda: None,
 ) -> Verdict:
-    """``probe``, or its verdict of earlier in this boot of the host for the same binary and kernel.
-
-    ``announce`` is called before anything is booted.
-
-    That the device is missing is not remembered: loading a module changes it.
-    """
-    if accelerator is Accelerator.KVM and (verdict := without_kvm(Candidate("qemu", accelerator))):
-        return verdict
+    """``probe``, as ``remembered`` for the same binary and kernel."""
     key = key_of((qemu.identity, qemu.version, kernel_sha256, qemu_command.MACHINE))
+    boot = functools.partial(probe, home, qemu, accelerator, kernel, initramfs)
+    return await remembered(home, Candidate("qemu", accelerator), key, boot, announce)
+
+
+async def remembered(
+    home: Path, candidate: Candidate, key: str, boot: Callable[[], Awaitable[Verdict]], announce: Callable[[], None]
+) -> Verdict:
+    """What ``boot`` finds out, or its verdict of earlier in this boot of the host for the same ``key``.
+
+    ``announce`` is called before anything is booted. That KVM's device is missing is not remembered: loading a module
+    changes it.
+    """
+    if candidate.accelerator is not Accelerator.TCG and (verdict := without_kvm(candidate)):
+        return verdict
     memory = Memory(home)
-    known = await asyncio.to_thread(memory.recall, Candidate("qemu", accelerator), key)
+    known = await asyncio.to_thread(memory.recall, candidate, key)
     if known is None:
         announce()
-        known = await probe(home, qemu, accelerator, kernel, initramfs)
+        known = await boot()
         await asyncio.to_thread(memory.remember, known, key)
     return known
 

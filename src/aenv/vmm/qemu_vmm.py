@@ -23,6 +23,7 @@ from aenv.vmm import process, qemu_command, qemu_files
 from aenv.vmm.jail import Jail, Jailer
 from aenv.vmm.jail_root import Share, prepare_visitor
 from aenv.vmm.jail_settings import JailSettings
+from aenv.vmm.probe import KVM_DEVICE
 from aenv.vmm.protocol import Accelerator, Fingerprint, MachineShape, NetworkAttachment
 from aenv.vmm.qemu import ERRORS, STATE, QemuVm
 from aenv.vmm.qemu_record import Record
@@ -35,7 +36,6 @@ T = TypeVar("T")
 ADOPT_TIMEOUT = 30.0  # seconds until a process that was found counts as hung
 LAUNCH_TIMEOUT = 30.0  # seconds until a new process answers QMP; 25 ms on an idle host
 QMP_SOCKET = "qmp.sock"
-KVM_DEVICE = "/dev/kvm"
 # Bytes that a process may have besides its guest's memory: QEMU itself, and page cache that is charged to it. Under
 # TCG also translated code, of which QEMU keeps up to 1 GiB.
 OVERHEAD = {Accelerator.KVM: 256 << 20, Accelerator.TCG: (256 + 1024) << 20}

@@ -1,6 +1,7 @@
 """Whether Firecracker works here: found out by booting the guest kernel, because nothing less proves it."""
 
 import asyncio
+import functools
 import json
 import platform
 import shutil
@@ -12,9 +13,9 @@ from pathlib import Path
 from aenv.vmm.firecracker import requests
 from aenv.vmm.firecracker.binary import FirecrackerBinary
 from aenv.vmm.firecracker.options import FirecrackerOptions
-from aenv.vmm.probe import watch, without_kvm
+from aenv.vmm.probe import remembered, watch
 from aenv.vmm.protocol import Accelerator, MachineShape
-from aenv.vmm.verdict import Candidate, Memory, Verdict, key_of, missing
+from aenv.vmm.verdict import Candidate, Verdict, key_of, missing
 
 # Seconds until a kernel's first words, and of silence after that. An idle host needs 0.5 for the whole boot.
 FIRST_WORDS, SILENCE = 8.0, 30.0
@@ -73,23 +74,10 @@ async def remembered_probe(
     kernel_sha256: str,
     announce: Callable[[], None] = lambda: None,
 ) -> Verdict:
-    """``probe``, or its verdict of earlier in this boot of the host for the same binary and kernel.
-
-    ``announce`` is called before anything is booted.
-
-    That the device is missing is not remembered: loading a module changes it.
-    """
-    candidate = Candidate("firecracker", accelerator)
-    if verdict := without_kvm(candidate):
-        return verdict
+    """``probe``, as ``remembered`` for the same binary and kernel."""
     key = key_of((binary.identity, binary.version, kernel_sha256, requests.DEVICE_MODEL))
-    memory = Memory(home)
-    known = await asyncio.to_thread(memory.recall, candidate, key)
-    if known is None:
-        announce()
-        known = await probe(binary, accelerator, kernel, initramfs)
-        await asyncio.to_thread(memory.remember, known, key)
-    return known
+    boot = functools.partial(probe, binary, accelerator, kernel, initramfs)
+    return await remembered(home, Candidate("firecracker", accelerator), key, boot, announce)
 
 
 def _head(path: Path) -> bytes:
