@@ -243,6 +243,19 @@ def test_it_is_found_again(launch: Launch, jailer: Jailer, tmp_path: Path) -> No
     other.close()
 
 
+@pytest.mark.parametrize("name", ["Übung 资料", "back\\slash", "tab\there"])
+def test_files_of_any_name_are_known_after_adoption(
+    launch: Launch, jailer: Jailer, tmp_path: Path, name: str
+) -> None:
+    disk = tmp_path / name
+    disk.write_text("ours")
+    guest = launch("guest", Share(disk))
+    jail = jailer.adopt("guest", guest.folder, guest.pid, guest.jail.user)
+    assert jail is not None and jail.provided == {str(disk)}
+    jail.withdraw([str(disk)])
+    assert jail.provided == set()
+
+
 def test_one_that_was_never_enclosed_is_not_taken_over(
     launch: Launch, jailer: Jailer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

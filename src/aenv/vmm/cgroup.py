@@ -16,10 +16,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from aenv import mountinfo
 from aenv.errors import VmmError
 from aenv.vmm.cgroup_limits import CONTROLLERS, V1_NAMES, IoLimits, Limits, settings
 
-MOUNTS = Path("/proc/self/mountinfo")
 REHEARSAL = "rehearsal"
 HOST = "aenv-host"  # where processes go that stand in the way of version 2's controllers
 REMOVE_TIMEOUT = 2.0  # seconds until the last process of a group is off it; it has ended already
@@ -34,24 +34,20 @@ class Hierarchy:
     root: Path
 
 
-def find_hierarchies(mountinfo: str) -> dict[str, Hierarchy]:
+def find_hierarchies(mounts: str) -> dict[str, Hierarchy]:
     """Which hierarchy has each of ``CONTROLLERS``, from the text of proc_pid_mountinfo(5).
 
     One that version 1 has mounted is not in version 2, whatever that says. Reads ``cgroup.controllers`` of version 2.
     """
     found: dict[str, Hierarchy] = {}
     unified: Path | None = None
-    for line in mountinfo.splitlines():
-        fields = line.split(" ")
-        if "-" not in fields:
-            continue
-        kind, _, options = fields[fields.index("-") + 1 :][:3]
-        point = Path(fields[4].encode().decode("unicode_escape"))
-        if kind == "cgroup2":
+    for mount in mountinfo.parse(mounts):
+        point = Path(mount.point)
+        if mount.kind == "cgroup2":
             unified = unified or point
-        elif kind == "cgroup":
+        elif mount.kind == "cgroup":
             for name in CONTROLLERS:
-                if V1_NAMES[name] in options.split(","):
+                if V1_NAMES[name] in mount.super_options:
                     found.setdefault(name, Hierarchy(1, point))
     if unified is not None:
         with contextlib.suppress(OSError):
@@ -87,7 +83,7 @@ class Cgroups:
 
     @classmethod
     def find(cls, parent: str, node: str, files: Path, io: IoLimits) -> "Cgroups":
-        return cls(find_hierarchies(MOUNTS.read_text()), parent, node, files, io)
+        return cls(find_hierarchies(mountinfo.read()), parent, node, files, io)
 
     def prepare(self, example: Limits) -> list[str]:
         """Make room for groups, and try ``example`` on one; what of it does not hold here, as sentences."""

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import structlog
 
+from aenv import mountinfo
 from aenv.errors import VmmError
 from aenv.vmm import jail_calls as calls
 from aenv.vmm import jail_filter, process
@@ -197,7 +198,7 @@ class Jailer:
         self._own_users = False
         self._limits = False
         self._settings = settings
-        self._in_memory = _is_in_memory(home)
+        self._in_memory = mountinfo.kind_of(home) in ("tmpfs", "ramfs")
         self._dumpable = calls.dumpable()
         self._users = Users(settings.first_user, settings.users)
         self._cgroups = Cgroups.find(settings.cgroup, settings.node, home, settings.io)
@@ -288,11 +289,3 @@ class Jailer:
             if not (vms / name).exists():
                 self._cgroups.remove(name, timeout=0)
         self._users.forget_dead()
-
-
-def _is_in_memory(folder: Path) -> bool:
-    """Whether the file system of a folder keeps its files in memory (proc_pid_mountinfo(5))."""
-    number = folder.stat().st_dev
-    device = f"{os.major(number)}:{os.minor(number)}"
-    lines = (line.split(" ") for line in Path("/proc/self/mountinfo").read_text().splitlines())
-    return any(fields[2] == device and fields[fields.index("-") + 1] in ("tmpfs", "ramfs") for fields in lines)

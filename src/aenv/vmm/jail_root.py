@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from aenv import mountinfo
 from aenv.errors import VmmError
 from aenv.vmm import jail_calls as calls
 
@@ -182,12 +183,10 @@ def take_away(paths: Iterable[str]) -> None:
 def contents(pid: int) -> dict[str, Content]:
     """What a process has been given, as the kernel knows it. Raises OSError when the process is gone."""
     found: dict[str, Content] = {}
-    for line in Path(f"/proc/{pid}/mountinfo").read_text().splitlines():
-        fields = line.split(" ")
-        path = fields[4].encode().decode("unicode_escape")
-        if path not in ("/", DEVICES):
-            status = Path(f"/proc/{pid}/root{path}").stat()
-            found[path] = Content(status.st_dev, status.st_ino, "rw" in fields[5].split(","))
+    for mount in mountinfo.parse(mountinfo.read(Path(f"/proc/{pid}/mountinfo"))):
+        if mount.point not in ("/", DEVICES):
+            status = Path(f"/proc/{pid}/root{mount.point}").stat()
+            found[mount.point] = Content(status.st_dev, status.st_ino, "rw" in mount.options)
     base = Path(f"/proc/{pid}/root")
     for node in (base / DEVICES.lstrip("/")).rglob("*"):
         if node.is_char_device() or node.is_block_device():

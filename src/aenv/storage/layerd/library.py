@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from aenv import mountinfo
 from aenv.errors import CorruptFileError
 from aenv.storage.blockcache import BlockCache, CachedSource
 from aenv.storage.layerd.datamap import DataMap
@@ -138,10 +139,4 @@ def _close(source: Source) -> None:
 
 def is_local(path: Path) -> bool:
     """Whether a file is on a disk of this host, and not on a network's."""
-    device = path.stat().st_dev
-    wanted = f"{device >> 8 & 0xFFF}:{device & 0xFF | device >> 12 & 0xFFF00}"
-    for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
-        fields = line.split(" ")
-        if fields[2] == wanted:
-            return fields[fields.index("-") + 1] in LOCAL
-    return False
+    return mountinfo.kind_of(path) in LOCAL

@@ -4,11 +4,11 @@ import contextlib
 import ctypes
 import errno
 import os
-import re
 import select
 import threading
 from pathlib import Path
 
+from aenv import mountinfo
 from aenv.errors import AenvError
 from aenv.storage.layerd import protocol
 from aenv.storage.layerd.protocol import Session
@@ -145,12 +145,9 @@ def remove_dead(path: Path) -> None:
 
 def _mounted(path: Path) -> tuple[str, str] | None:
     """Device number and source of what is mounted at ``path``."""
-    # proc(5), in this order: id, parent, major:minor, root, mount point with octal escapes, …, "-", type, source
     wanted = str(path.parent.resolve() / path.name)
     found = None
-    for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines():
-        fields = line.split(" ")
-        point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields[4])
-        if point == wanted:  # the last one is on top
-            found = fields[2], fields[fields.index("-") + 2]
+    for mount in mountinfo.parse(mountinfo.read()):
+        if mount.point == wanted:  # the last one is on top
+            found = mount.device, mount.source
     return found
