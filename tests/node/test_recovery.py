@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable
@@ -148,11 +149,15 @@ def test_a_vm_that_dies_takes_nobody_with_it(create: Create, node: NodeProcess) 
     once_paused.pause()
     once_paused.connect()
     once_paused.files.write("f", "after it")
+    never_paused.commands.run("echo the end is near > /dev/console", user="root")
     for sandbox in (never_paused, once_paused):
         os.kill(_vm_pid(node, sandbox.sandbox_id), signal.SIGKILL)
     wait_for(lambda: never_paused.sandbox_id not in states(node), "the record of the dead sandbox to go")
     with pytest.raises(NotFoundException):
         never_paused.get_info()
+    reported = re.search(rf"lost its VM.*status.*the end is near.*{never_paused.sandbox_id}", node.log.read_text())
+    assert reported
+    assert "the VMM said" not in reported.group()
     # What was paused once goes back to that moment instead of being lost.
     wait_for(lambda: once_paused.get_info().state == "paused", "the sandbox to fall back to its pause")
     once_paused.connect()

@@ -13,6 +13,7 @@ import pytest
 from aenv.errors import VmmError
 from aenv.storage import qcow2
 from aenv.storage.merge import merge_layers
+from aenv.vmm.jail_root import NULL
 from aenv.vmm.protocol import MemoryImage
 from aenv.vmm.qemu import STATE, QemuVm
 from aenv.vmm.qemu_record import Record
@@ -25,9 +26,9 @@ pytestmark = pytest.mark.skipif(os.environ.get("AENV_TEST_JAIL") == "off", reaso
 
 
 def files_of(vm: QemuVm) -> set[str]:
-    """Every file that the process can name."""
+    """Every file that the process can name, but for the null device that each jail has."""
     root = Path(f"/proc/{vm.pid}/root")
-    return {f"/{path.relative_to(root)}" for path in root.rglob("*") if not path.is_dir()}
+    return {f"/{path.relative_to(root)}" for path in root.rglob("*") if not path.is_dir()} - {NULL}
 
 
 def given(vm: QemuVm, frozen: Frozen, *layers: Path) -> set[str]:

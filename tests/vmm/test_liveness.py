@@ -18,6 +18,9 @@ class Dying:
         self.console = console
         self.end = asyncio.Event()
 
+    def errors(self) -> str:
+        return "qemu: out of luck"
+
     async def wait(self) -> int:
         await self.end.wait()
         return 1
@@ -43,11 +46,12 @@ async def test_the_result_comes_through(tmp_path: Path) -> None:
 
 async def test_a_vm_that_ends_first_is_quoted(tmp_path: Path) -> None:
     vm = Dying(tmp_path / "console")
-    vm.console.write_text("Kernel panic - not syncing")
+    vm.console.write_text("x" * 100_000 + "Kernel panic - not syncing")
     waiting = while_alive(cast(Vm, vm), forever())
     vm.end.set()
-    with pytest.raises(SandboxStartError, match="Kernel panic"):
+    with pytest.raises(SandboxStartError, match=r"x+Kernel panic.*the VMM said: qemu: out of luck") as caught:
         await waiting
+    assert len(str(caught.value)) < 1000
 
 
 async def test_cancelled_before_its_first_step_nothing_goes_on(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from aenv.orchestrator.volumes import Volumes
 from aenv.snapshot.model import DiskLayer, Snapshot
 from aenv.storage.layout import Layout, remove
 from aenv.storage.qcow2 import create_overlay
-from aenv.vmm.liveness import while_alive
+from aenv.vmm.liveness import last_words, while_alive
 from aenv.vmm.protocol import Fingerprint, MemoryImage, Vm
 
 log = structlog.get_logger()
@@ -263,7 +263,8 @@ class Machines:
             status = await died
         finally:
             died.cancel()
-        self._on_death(machine, f"its VMM process ended (status {status})")
+        said = await asyncio.to_thread(last_words, machine.vm)  # its files go with it
+        self._on_death(machine, f"its VMM process ended (status {status}); {said}")
 
     def _hold(
         self,

@@ -25,6 +25,7 @@ ROOT_OPTIONS = "size=4m,nr_inodes=4096,mode=755"  # it holds mount points, and c
 COPIED = 1 << 20  # bytes up to which a file is copied if it may be
 ROOT_FLAGS = calls.MS_NOSUID | calls.MS_NODEV | calls.MS_NOEXEC
 DEVICES = "/dev"
+NULL = f"{DEVICES}/null"  # of every jail: QEMU asks for it when it first opens a disk
 DEVICE_OPTIONS = "size=64k,nr_inodes=64,mode=755"
 DEVICE_FLAGS = calls.MS_NOSUID | calls.MS_NOEXEC
 READABLE = 0o444
@@ -139,6 +140,8 @@ def empty_root(mount_point: str) -> None:
     calls.pivot_to_working_directory()
     Path(DEVICES).mkdir()
     calls.mount_tmpfs(DEVICES, DEVICE_FLAGS, DEVICE_OPTIONS)
+    os.mknod(NULL, stat.S_IFCHR, os.makedev(1, 3))  # linux/Documentation/admin-guide/devices.txt
+    Path(NULL).chmod(0o666)
 
 
 def place(shares: Iterable[OpenShare], user: int | None) -> None:
@@ -189,8 +192,9 @@ def contents(pid: int) -> dict[str, Content]:
             found[mount.point] = Content(status.st_dev, status.st_ino, "rw" in mount.options)
     base = Path(f"/proc/{pid}/root")
     for node in (base / DEVICES.lstrip("/")).rglob("*"):
-        if node.is_char_device() or node.is_block_device():
-            found[f"/{node.relative_to(base)}"] = Content(node.stat().st_rdev, 0, True)
+        path = f"/{node.relative_to(base)}"
+        if path != NULL and (node.is_char_device() or node.is_block_device()):
+            found[path] = Content(node.stat().st_rdev, 0, True)
     return found
 
 

@@ -10,7 +10,7 @@ from aenv.vmm.protocol import Vm
 
 Result = TypeVar("Result")
 
-CONSOLE_TAIL = 400  # bytes of the serial log that an error quotes
+QUOTED = 400  # bytes of a log that an error quotes
 
 
 def while_alive(vm: Vm, work: Coroutine[Any, Any, Result]) -> "asyncio.Task[Result]":
@@ -26,9 +26,9 @@ async def _race(vm: Vm, task: "asyncio.Task[Result]") -> Result:
     try:
         await asyncio.wait({task, died}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            said = await asyncio.to_thread(_last_words, vm.console)
+            said = await asyncio.to_thread(last_words, vm)
             raise SandboxStartError(
-                f"The VM ended (status {died.result()}) before its guest was ready; {said}",
+                f"The VM ended (status {died.result()}) before its guest was ready; {said}.",
                 "Try again; if it persists, see the VMM and kernel settings.",
             )
         return task.result()
@@ -38,9 +38,19 @@ async def _race(vm: Vm, task: "asyncio.Task[Result]") -> Result:
         await asyncio.gather(task, died, return_exceptions=True)
 
 
-def _last_words(console: Path) -> str:
+def last_words(vm: Vm) -> str:
+    """What is left to say why a VM ended: the ends of its guest's console and of what the VMM printed. Blocks."""
+    console = _end(vm.console)
+    said = [f"its console ends with: {console}" if console else "its console is empty"]
+    if errors := vm.errors()[-QUOTED:]:
+        said.append(f"the VMM said: {errors}")
+    return "; ".join(said)
+
+
+def _end(log: Path) -> str:
     try:
-        text = console.read_bytes()[-CONSOLE_TAIL:].decode(errors="replace").strip()
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - QUOTED))
+            return file.read(QUOTED).decode(errors="replace").strip()
     except OSError:
-        text = ""
-    return f"its console ends with: {text}" if text else "its console is empty."
+        return ""

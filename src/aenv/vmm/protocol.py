@@ -95,6 +95,9 @@ class Vm(Protocol):
     def console(self) -> Path:
         """The guest's serial console log."""
 
+    def errors(self) -> str:
+        """The end of what the process itself printed or logged, which is nothing as long as all is well."""
+
     async def restore(self, memory: MemoryImage, state: Path, disk: Path) -> None:
         """Load a snapshot into a freshly spawned process and let it run; ``disk`` becomes its writable root."""
 
