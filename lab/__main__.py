@@ -27,7 +27,7 @@ from pathlib import Path
 from aenv.errors import AenvError
 from lab.disk import ensure_system, locked
 from lab.machine import LabMachine, remove_dead
-from lab.prepare import ensure_home, environment, existing_home, sync
+from lab.prepare import ATTEMPTS, ensure_home, environment, existing_home, sync
 from lab.settings import CHECKOUT, ROOT, LabSettings
 
 LOGS = "/var/log/lab"
@@ -87,11 +87,17 @@ def bench(settings: LabSettings, arguments: list[str]) -> int:
 
 
 def _with_results(settings: LabSettings, command: str, *, prepared: bool) -> int:
-    with fresh(settings, prepared=prepared) as machine:
-        try:
-            return machine.channel.call(f"mkdir -p {LOGS} && cd {CHECKOUT} && exec {command}", environment(settings))
-        finally:
-            _bring_results(settings, machine)
+    for attempt in range(1, ATTEMPTS + 1):
+        with fresh(settings, prepared=prepared) as machine:
+            try:
+                line = f"mkdir -p {LOGS} && cd {CHECKOUT} && exec {command}"
+                status = machine.channel.call(line, environment(settings))
+            finally:
+                _bring_results(settings, machine)
+            if (why := machine.panic()) is None:
+                return status
+        say(f"the lab's own kernel died, not a guest ({why}); {'once more' if attempt < ATTEMPTS else 'giving up'}")
+    return status
 
 
 def _bring_results(settings: LabSettings, machine: LabMachine) -> None:
@@ -105,9 +111,10 @@ def _bring_results(settings: LabSettings, machine: LabMachine) -> None:
         else:
             path.unlink(missing_ok=True)
     results.mkdir(parents=True, exist_ok=True)
-    machine.channel.call(f"dmesg > {LOGS}/dmesg.log")
-    names = "$(find . -type f \\( -name '*.log' -o -name '*.xml' -o -name '*.json' \\) -size -65536k)"
-    machine.channel.get_tree(LOGS, names, results)
+    if machine.pid() is not None:
+        machine.channel.call(f"dmesg > {LOGS}/dmesg.log")
+        names = "$(find . -type f \\( -name '*.log' -o -name '*.xml' -o -name '*.json' \\) -size -65536k)"
+        machine.channel.get_tree(LOGS, names, results)
     with contextlib.suppress(OSError):
         shutil.copyfile(machine.console, results / "console.log")
     say(f"report and logs are in {results}")

@@ -28,6 +28,7 @@ CPU = "EPYC,+svm,+npt"
 QUIET = "console=ttyS0 reboot=t panic=-1 cryptomgr.notests random.trust_cpu=on mitigations=off nokaslr loglevel=5"
 BOOT_TIMEOUT = 300.0  # seconds; an idle host needs 11
 POLL = 0.2  # seconds
+PANIC = "Kernel panic - not syncing"
 
 
 class LabError(GuestArtifactError):
@@ -119,6 +120,15 @@ class LabMachine:
                 words = self._last_words("console.log")
                 raise LabError(f"The lab did not start in {BOOT_TIMEOUT:.0f} s: {words}", hint=f"See {self.console}.")
             time.sleep(POLL)
+
+    def panic(self) -> str | None:
+        """What the lab's own kernel died of, which ended QEMU; None while it runs, and where it ended otherwise."""
+        if self.pid() is not None:
+            return None
+        with contextlib.suppress(OSError):
+            lines = self.console.read_text(errors="replace").splitlines()
+            return next((line[line.index(PANIC) :] for line in lines if PANIC in line), None)
+        return None
 
     def _last_words(self, name: str) -> str:
         with contextlib.suppress(OSError):

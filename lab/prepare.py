@@ -16,6 +16,8 @@ from lab.homes import FIRECRACKER_BIN, VMMS, missing
 from lab.machine import LabMachine, remove_dead
 from lab.settings import CHECKOUT, ENVD, FIRECRACKER, ROOT, LabSettings
 
+ATTEMPTS = 3  # QEMU's emulation of SVM crashes the lab's kernel now and then (lab.md)
+
 
 def environment(settings: LabSettings) -> dict[str, str]:
     """Variables of programs in the lab."""
@@ -59,26 +61,40 @@ def ensure_home(settings: LabSettings, system: SystemDisk, progress: Progress) -
         remove_dead(settings)
         if target.exists():
             return target
-        machine = LabMachine(settings, "preparing")
-        try:
-            progress("preparing nodes: the lab boots, each makes its template")
-            machine.start(system.image, system.kernel, background=False)
-            machine.wait()
-            sync(settings, machine.channel)
-            env = environment(settings)
-            vmms = [vmm for vmm in VMMS if missing(vmm, env) is None]
-            for vmm in vmms:
-                command = f"cd {CHECKOUT} && .venv/bin/python -m lab.homes {vmm}"
-                if machine.channel.call(command, env) != 0:
-                    progress(f"the node with {vmm} could not be prepared: tests have to do it")
-                    if vmm == vmms[0]:
-                        return system.image
-            machine.shut_down()
-            machine.overlay.rename(target)
-        except (GuestArtifactError, OSError, subprocess.SubprocessError) as error:
-            progress(f"no node could be prepared: {error}")
+        for _ in range(ATTEMPTS):
+            machine = LabMachine(settings, "preparing")
+            try:
+                progress("preparing nodes: the lab boots, each makes its template")
+                machine.start(system.image, system.kernel, background=False)
+                made = _prepare(settings, machine, progress)
+                if (why := machine.panic()) is not None:
+                    progress(f"the lab's own kernel died: {why}")
+                    continue
+                if not made:
+                    return system.image
+                machine.shut_down()
+                machine.overlay.rename(target)
+                break
+            except (GuestArtifactError, OSError, subprocess.SubprocessError) as error:
+                progress(f"no node could be prepared: {error}")
+                return system.image
+            finally:
+                machine.stop()
+        else:
             return system.image
-        finally:
-            machine.stop()
         remove_replaced(settings, {target, system.image, system.kernel.vmlinux.parent})
     return target
+
+
+def _prepare(settings: LabSettings, machine: LabMachine, progress: Progress) -> bool:
+    """Let a node of each hypervisor make its template; whether that of the first could."""
+    machine.wait()
+    sync(settings, machine.channel)
+    env = environment(settings)
+    vmms = [vmm for vmm in VMMS if missing(vmm, env) is None]
+    for vmm in vmms:
+        if machine.channel.call(f"cd {CHECKOUT} && .venv/bin/python -m lab.homes {vmm}", env) != 0:
+            progress(f"the node with {vmm} could not be prepared: tests have to do it")
+            if vmm == vmms[0]:
+                return False
+    return True

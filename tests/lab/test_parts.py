@@ -2,12 +2,16 @@
 
 import os
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from lab.__main__ import chosen, main
+from lab.__main__ import test as run_tests
 from lab.checkout import listing
 from lab.disk import backports
+from lab.machine import LabMachine
 from lab.prepare import environment
 from lab.settings import ENVD, LabSettings
 
@@ -80,6 +84,35 @@ def test_a_lab_that_does_not_run_is_told_how_to_start(
     assert main(["exec", "mine", "true"]) == 1
     assert "python -m lab start mine" in capsys.readouterr().out
     assert main(["no-such-verb"]) == main(["put", "mine"]) == 2
+
+
+@pytest.mark.parametrize(("panics", "status", "runs"), [(0, 7, 1), (1, 0, 2), (9, 255, 3)])
+def test_a_run_whose_lab_panics_is_made_again_and_a_failing_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, panics: int, status: int, runs: int
+) -> None:
+    settings = LabSettings(tmp_path, tmp_path / "results", cpus=1, memory_mib=256, firecracker=None)
+    done: list[str] = []
+
+    class Channel:
+        def call(self, command: str, env: dict[str, str]) -> int:
+            done.append(command)
+            return 255 if len(done) <= panics else status
+
+    class Machine(LabMachine):
+        channel = Channel()  # type: ignore[assignment]
+
+    @contextmanager
+    def fresh(settings: LabSettings, *, prepared: bool) -> Iterator[LabMachine]:
+        machine = Machine(settings, "run")
+        machine.folder.mkdir(parents=True, exist_ok=True)
+        text = "[  80.9] Kernel panic - not syncing: corrupted stack\n" if len(done) < panics else "fine\n"
+        machine.console.write_text(text)
+        yield machine
+
+    monkeypatch.setattr("lab.__main__.fresh", fresh)
+    assert run_tests(settings, []) == status
+    assert len(done) == runs
+    assert (tmp_path / "results" / "console.log").exists()
 
 
 def test_the_scripts_of_the_lab_are_shell_that_parses() -> None:

@@ -76,7 +76,7 @@ class ColdStarts:
             drives=[DriveImage(drive.image, drive.mount_path.lstrip("/"), drive.folder) for drive in wanted.drives],
             progress=lambda message: log.debug("cold start", image=image, doing=message),
         )
-        own = -(-disk.volume.virtual_size // MIB)
+        own = disk.mib
         if not disk.prepared and not MIN_DISK <= own <= MAX_DISK:
             raise UnsupportedImageError(
                 f"The image's disk has {own} MiB; from {MIN_DISK} to {MAX_DISK} are supported.", "Convert it again."
@@ -129,7 +129,6 @@ class ColdStarts:
     def origin(self, image: str, root: ColdRoot) -> ImageOrigin:
         """The image's Env, User and WorkingDir reach every process of the sandbox through these."""
         config = root.disk.config
-        user = config.user if root.disk.prepared else firstboot.split_user(config.user)[0]
         return ImageOrigin(
             id=image,
             vcpus=root.shape.vcpus,
@@ -137,7 +136,7 @@ class ColdStarts:
             disk_mib=root.disk_mib,
             envd_version=self._envd_version,
             env_vars=dict(config.env),
-            default_user=default_user(user),
+            default_user=default_user(root.disk.user),
             default_workdir=default_workdir(config.working_dir),
             boot_arguments=root.boot_arguments,
         )

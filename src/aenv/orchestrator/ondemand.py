@@ -21,6 +21,7 @@ from typing import Any
 
 from aenv.config import Settings
 from aenv.errors import SourceError
+from aenv.image.budget import MIB
 from aenv.image.convert import Progress
 from aenv.image.drives import DriveImage
 from aenv.image.errors import UnsupportedImageError
@@ -31,6 +32,7 @@ from aenv.image.ranged import RegistryBlobs, described
 from aenv.image.reference import Reference, parse
 from aenv.image.rootfs import ConvertedImage, pull_image
 from aenv.image.unpacker import Unpackers
+from aenv.orchestrator.firstboot import split_user
 from aenv.orchestrator.store import Store
 from aenv.snapshot.manifest import LayerRef, Volume
 from aenv.snapshot.model import Committed, DiskLayer, is_volume, volume_id
@@ -53,6 +55,16 @@ class ImageDisk:
     def prepared(self) -> bool:
         """Whether it has what the platform adds (``aenv.image.prepare``); else that is done in the guest."""
         return self.reference is None
+
+    @property
+    def user(self) -> str:
+        """Whom the image's User is called in the guest that is made of it."""
+        return self.config.user if self.prepared else split_user(self.config.user)[0]
+
+    @property
+    def mib(self) -> int:
+        """Size of the disk, rounded up."""
+        return -(-self.volume.virtual_size // MIB)
 
 
 class ImageVolumes:

@@ -92,11 +92,10 @@ class Origins:
             progress=lambda message: journal.write(message, step=BASE),
         )
         config = disk.config
-        user = config.user if disk.prepared else firstboot.split_user(config.user)[0]
         begin = contexts.of_dockerfile if plan.dockerfile else contexts.of_image
-        context = begin(config.env, user, config.working_dir)
+        context = begin(config.env, disk.user, config.working_dir)
         key = keys.of_image(config.digest, disk.volume.virtual_size // MIB)
-        return Origin(key, context, disk=disk, image_user=user)
+        return Origin(key, context, disk=disk, image_user=disk.user)
 
     async def start(self, origin: Origin, plan: Plan, journal: Journal, pins: Pins) -> BuildMachine:
         """A machine of the plan's shape that is as ``origin`` says."""
@@ -124,7 +123,7 @@ class Origins:
         if origin.disk is not None:
             with store.transaction():
                 parent = self._images.put(store, origin.disk)
-            disk_mib = -(-origin.disk.volume.virtual_size // MIB)
+            disk_mib = origin.disk.mib
         else:
             assert origin.snapshot is not None
             pins.add(origin.snapshot.id)
