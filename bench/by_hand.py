@@ -91,11 +91,9 @@ class RawVm:
 
     def restore(self, snapshot: RawSnapshot) -> None:
         """The sequence of docs/internals/vmm.md, until the virtual CPU has been told to run."""
-        overlay = self.folder / f"{self._name}.qcow2"
-        subprocess.run(
-            ["qemu-img", "create", "-q", "-f", "qcow2", "-b", snapshot.disk, "-F", "qcow2", overlay], check=True
-        )
-        self._make_machine(overlay, snapshot.memory)
+        self.disk = self.folder / f"{self._name}.qcow2"
+        new_overlay(self.disk, snapshot.disk)
+        self._make_machine(self.disk, snapshot.memory)
         self.tell("migrate-incoming", {"uri": f"file:{snapshot.state}"})
         while (status := self._next().get("data", {}).get("status")) != "completed":
             assert status != "failed", f"{snapshot.state} does not load"
@@ -141,11 +139,43 @@ class RawVm:
         os.close(target)
         return int(pages.size) * PAGE
 
+    def freeze_disk(self) -> Path:
+        """Go on with a new overlay; the file that is frozen now."""
+        frozen, self.disk = self.disk, self.folder / f"{self._name}-next.qcow2"
+        self.ask("blockdev-snapshot-sync", snapshot_of_disk(self.disk))
+        return frozen
+
     def kill(self) -> None:
         self._lines.close()
         self._socket.close()
         self.process.kill()
         self.process.wait()
+
+
+def new_overlay(overlay: Path, below: Path) -> None:
+    subprocess.run(["qemu-img", "create", "-q", "-f", "qcow2", "-b", below, "-F", "qcow2", overlay], check=True)
+
+
+def snapshot_of_disk(overlay: Path) -> dict[str, Any]:
+    """Arguments of ``blockdev-snapshot-sync`` for the root disk."""
+    return {
+        "node-name": qemu_command.ROOT_NODE, "snapshot-file": str(overlay), "snapshot-node-name": "next",
+        "format": "qcow2",
+    }  # fmt: skip
+
+
+def merge_memory(delta: Path, memory: Path) -> None:
+    """Write what the sparse file ``delta`` holds into ``memory``, at the same places."""
+    with delta.open("rb") as source, memory.open("r+b") as target:
+        size, at = os.fstat(source.fileno()).st_size, 0
+        while at < size:
+            try:
+                at = os.lseek(source.fileno(), at, os.SEEK_DATA)
+            except OSError:  # ENXIO: only a hole is left
+                return
+            end = os.lseek(source.fileno(), at, os.SEEK_HOLE)
+            os.pwrite(target.fileno(), os.pread(source.fileno(), end - at, at), at)
+            at = end
 
 
 def first_answer(host: str, port: int, request: bytes, timeout: float = 30.0) -> bytes:

@@ -18,7 +18,7 @@ from aenv.vmm.firecracker import requests
 from aenv.vmm.firecracker.options import FirecrackerOptions
 from aenv.vmm.firecracker.requests import Request
 from aenv.vmm.protocol import MachineShape, NetworkAttachment
-from bench.by_hand import RawSnapshot
+from bench.by_hand import RawSnapshot, new_overlay, snapshot_of_disk
 
 TIMEOUT = 300.0  # seconds for one answer
 
@@ -62,11 +62,9 @@ class RawFirecracker:
 
     def restore(self, snapshot: RawSnapshot) -> None:
         """A new overlay, exported as a file, and the snapshot loaded with it and running."""
-        overlay = self.folder / "disk.qcow2"
-        subprocess.run(
-            ["qemu-img", "create", "-q", "-f", "qcow2", "-b", snapshot.disk, "-F", "qcow2", overlay], check=True
-        )
-        self._export(overlay)
+        self.disk = self.folder / "disk.qcow2"
+        new_overlay(self.disk, snapshot.disk)
+        self._export(self.disk)
         body = {
             "snapshot_path": str(snapshot.state),
             "mem_backend": {"backend_type": "File", "backend_path": str(snapshot.memory)},
@@ -81,6 +79,22 @@ class RawFirecracker:
         self.ask("PATCH", "/vm", {"state": "Paused"})
         body = {"snapshot_type": "Diff", "snapshot_path": str(state), "mem_file_path": str(delta)}
         self.ask("PUT", "/snapshot/create", body)
+
+    def freeze_disk(self) -> Path:
+        """Go on with a new overlay; the file that is frozen now."""
+        frozen, self.disk = self.disk, self.folder / "next.qcow2"
+        with socket.socket(socket.AF_UNIX) as link:
+            link.connect(str(self.folder / "disk.sock"))
+            lines = link.makefile("rb")
+            lines.readline()
+            for command, arguments in (
+                ("qmp_capabilities", {}),
+                ("blockdev-snapshot-sync", snapshot_of_disk(self.disk)),
+            ):
+                link.sendall(json.dumps({"execute": command, "arguments": arguments}).encode() + b"\n")
+                while "return" not in (answer := json.loads(lines.readline())):
+                    assert "error" not in answer, answer
+        return frozen
 
     def resume(self) -> None:
         self.ask("PATCH", "/vm", {"state": "Resumed"})
@@ -105,6 +119,8 @@ class RawFirecracker:
         subprocess.run(
             [
                 "qemu-storage-daemon", "--daemonize", "--pidfile", pid,
+                "--chardev", f"socket,id=qmp,path={self.folder / 'disk.sock'},server=on,wait=off",
+                "--monitor", "chardev=qmp,mode=control",
                 "--blockdev", json.dumps(qemu_command.disk_node(disk, qemu_command.ROOT_NODE, "qcow2")),
                 "--export", f"type=fuse,id=disk,node-name={qemu_command.ROOT_NODE},writable=on,mountpoint={mounted}",
             ],

@@ -10,6 +10,7 @@ import json
 import shutil
 import socket
 import statistics
+import subprocess
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +35,7 @@ from aenv.vmm.firecracker.options import FirecrackerOptions
 from aenv.vmm.firecracker.vmm import FirecrackerVmm
 from aenv.vmm.protocol import MachineShape, MemoryImage, NetworkAttachment, Vm, Vmm
 from aenv.vmm.qemu_vmm import QemuVmm
-from bench.by_hand import RawSnapshot, RawVm, milliseconds, run_command
+from bench.by_hand import RawSnapshot, RawVm, merge_memory, milliseconds, run_command
 from bench.firecracker_by_hand import RawFirecracker
 from bench.report import Report, Row, console
 from lab import homes
@@ -162,36 +163,52 @@ class Bench:
             vm.restore(snapshot)
             until_answer(slot)
             run_command(slot.host_address, ENVD_PORT, CHANGES)
+            self._new_files(self.raw_folder / "state", self.raw_folder / "delta")
             return self._captured_raw(vm)
         finally:
             vm.kill()
 
     def _captured_raw(self, vm: Raw) -> float:
-        self._new_files(self.raw_folder / "state", self.raw_folder / "delta")
         started = time.perf_counter()
+        self._save_raw(vm)
+        self._continue_raw(vm)
+        return milliseconds(started)
+
+    def _save_raw(self, vm: Raw) -> None:
         vm.capture(self.raw_folder / "state", self.raw_folder / "delta")
+
+    def _continue_raw(self, vm: Raw) -> None:
         if isinstance(vm, RawFirecracker):
             vm.resume()
         else:
             vm.tell("cont")
-        return milliseconds(started)
 
     def fork_raw(self, snapshot: RawSnapshot) -> float:
+        """Children have the source's memory: what differs is merged into a copy of the base that is made before.
+
+        Nobody else could use that base any more, so this is less than what a fork needs.
+        """
+        memory = self.raw_folder / "memory"
+        subprocess.run(["cp", "--sparse=always", snapshot.memory, memory], check=True)
         source = self.spawn_raw(self.slots[-1])
         children: list[Raw] = []
 
-        def child(slot: NetworkSlot) -> None:
+        def child(slot: NetworkSlot, frozen: Path) -> None:
             children.append(vm := self.spawn_raw(slot))
-            vm.restore(snapshot)
+            vm.restore(RawSnapshot(memory, self.raw_folder / "state", frozen))
 
         try:
             source.restore(snapshot)
             until_answer(self.slots[-1])
-            captured = self._captured_raw(source)
+            self._new_files(self.raw_folder / "state", self.raw_folder / "delta")
             started = time.perf_counter()
+            self._save_raw(source)
+            frozen = source.freeze_disk()
+            self._continue_raw(source)
+            merge_memory(self.raw_folder / "delta", memory)
             with ThreadPoolExecutor(CHILDREN) as executor:
-                list(executor.map(child, self.slots[:CHILDREN]))
-            return captured + milliseconds(started)
+                list(executor.map(child, self.slots[:CHILDREN], [frozen] * CHILDREN))
+            return milliseconds(started)
         finally:
             for vm in (source, *children):
                 vm.kill()

@@ -210,15 +210,17 @@ const MAX_DIRTY: &str = "134217728"; // 128 MiB, a tenth of a second of memory c
 
 /// Settings of the block layer for a disk behind which is a page cache; those that a kernel lacks are left out.
 pub fn tune(device: u32) {
-    let settings = [
-        ("queue/scheduler", "none"), // nothing is gained by another order
-        ("queue/wbt_lat_usec", "0"), // nor by writing less at a time
-        ("bdi/strict_limit", "1"),
-        ("bdi/max_bytes", MAX_DIRTY),
-    ];
-    for (name, value) in settings {
+    let set = move |name: &str, value: &str| {
         let _ = std::fs::write(format!("/sys/block/ublkb{device}/{name}"), value);
-    }
+    };
+    set("bdi/strict_limit", "1");
+    set("bdi/max_bytes", MAX_DIRTY);
+    // The kernel empties the queue for each of these, some 10 ms for which no restore should wait. A device that is gone
+    // by then is missed, and one that has its number by then is given the same.
+    std::thread::spawn(move || {
+        set("queue/scheduler", "none"); // nothing is gained by another order
+        set("queue/wbt_lat_usec", "0"); // nor by writing less at a time
+    });
 }
 
 pub fn disk_path(device: u32) -> String {

@@ -37,6 +37,7 @@ class Inmate:
             with theirs:
                 argv = [str(program), str(theirs.fileno())]
                 self.pid = self.jail.launch(argv, None, folder / "log", [theirs.fileno()])
+                self.jail.limit()
         except BaseException:
             ours.close()
             self.jail.close()

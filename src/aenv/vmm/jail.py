@@ -9,7 +9,6 @@ thread.
 import contextlib
 import os
 import platform
-import signal
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -60,35 +59,36 @@ class Jail:
         output: Path | None = None,
         lobby: Path | None = None,
         directory: Path = Path("/"),
-        limit: bool = True,
+        first: Callable[[], None] = lambda: None,
     ) -> int:
         """Start the process; its pid. As ``process.launch``, confined but for its root, which ``enclose`` takes.
 
         ``lobby`` is a folder, made the process's own, that it finds at ``lobby_path`` until then: for a socket. It
-        works in its root, or in ``directory`` where that will be the host's. Without ``limit`` the caller calls that,
-        while the process loads its program. Raises VmmError.
+        works in its root, or in ``directory`` where that will be the host's. ``first`` is called in the network
+        namespace, with the server's rights. Whoever calls this calls ``limit`` too. Raises VmmError.
         """
         if lobby is not None and self.user is not None:
             os.chown(lobby, self.user, self.user)
             lobby.chmod(0o700)
-        prepare = (lambda: self._prepare(lobby)) if self._jailer.isolates else None
+
+        def prepare() -> None:
+            first()
+            if self._jailer.isolates:
+                self._prepare(lobby)
+
         try:
             place = Path("/") if self._jailer.isolates else directory
             pid = process.launch(argv, netns, errors, pass_fds, output=output, directory=place, prepare=prepare)
         finally:
             self._jailer.restore_dumpable()
         self._watch(pid)
-        if limit:
-            try:
-                self.limit()
-            except BaseException:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-                raise
         return pid
 
     def limit(self) -> None:
-        """Put the process into its control group, for which the kernel may wait some 10 ms. Raises VmmError."""
+        """Put the process into its control group. Raises VmmError.
+
+        The kernel may wait some 10 ms for that: do it while the process loads its program.
+        """
         self._jailer.limit(self._vm_id, self._pid)
 
     def _prepare(self, lobby: Path | None) -> None:

@@ -131,6 +131,14 @@ def open_tap(netns: str, name: str) -> int:
 
     def attach() -> int:
         enter_network(netns)
+        return attach_tap(name)
+
+    return apart(attach)
+
+
+def attach_tap(name: str) -> int:
+    """The same in this thread's own network namespace."""
+    try:
         fd = os.open(TUN_DEVICE, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             socket.if_nametoindex(name)  # TUNSETIFF would make one
@@ -139,20 +147,17 @@ def open_tap(netns: str, name: str) -> int:
             os.close(fd)
             raise
         return fd
-
-    try:
-        return apart(attach)
     except OSError as error:
-        raise VmmError(f"The tap device {name} of {netns} cannot be used: {error}.") from error
+        raise VmmError(f"The tap device {name} cannot be used: {error}.") from error
 
 
-def give_tap(netns: str, name: str, user: int) -> None:
-    """Let a user without rights open the tap device by its name. Raises VmmError."""
-    fd = open_tap(netns, name)
+def give_tap(name: str, user: int) -> None:
+    """Let a user without rights open a tap device of this thread's network namespace by its name. Raises VmmError."""
+    fd = attach_tap(name)
     try:
         fcntl.ioctl(fd, TUNSETOWNER, user)
     except OSError as error:
-        raise VmmError(f"The tap device {name} of {netns} cannot be given away: {error}.") from error
+        raise VmmError(f"The tap device {name} cannot be given away: {error}.") from error
     finally:
         os.close(fd)
 

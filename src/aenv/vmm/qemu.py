@@ -62,7 +62,6 @@ class QemuVm(VmProcess[Record]):
         self._held = False  # stopped by us, so that nothing but ``cont`` may let it run
         self._met_full_disk = False
         self._retry: asyncio.TimerHandle | None = None
-        self._tidying: asyncio.Future[None] | None = None
         qmp.subscribe(self._on_event)
         self._mapping: ram.Mapping | None = None
 
@@ -124,8 +123,7 @@ class QemuVm(VmProcess[Record]):
     def _run(self, loaded: set[str]) -> None:
         """Let the guest run, and take from QEMU what it has read and needs no more, for which nobody waits."""
         self._qmp.send("cont")  # its answer can wait for the emulator's first translation
-        self._tidying = self._blocking(self._jail.withdraw, loaded)
-        self._tidying.add_done_callback(_consume)
+        self._tidy(self._jail.withdraw, loaded)
 
     async def stop(self) -> None:
         self._held = True
@@ -196,8 +194,7 @@ class QemuVm(VmProcess[Record]):
         self._qmp.close()
         self._process.send(signal.SIGKILL)
         await self._process.wait()
-        if self._tidying is not None:
-            await asyncio.wait({self._tidying})
+        await self._tidied()
         await self._blocking(self._remove)
 
     def detach(self) -> None:
@@ -259,8 +256,3 @@ class QemuVm(VmProcess[Record]):
         used = hot.of_runs(*ram.touched_runs(mapping), ram.PAGE, mapping.size)
         assert self._record.memory is not None  # or there was no mapping
         return ram.capture(mapping, delta, ram.data_of(Path(self._record.memory))), hot.encode(used)
-
-
-def _consume(future: "asyncio.Future[None]") -> None:
-    if not future.cancelled():
-        future.exception()  # the process has died, which whoever needs it will see

@@ -215,9 +215,7 @@ class QemuVmm:
                 self._platform, vm_id, shape, network, console, listener.fileno(), source, given, theirs.fileno()
             )
             fds = [fd for fd in (given.console, given.tap, given.kvm) if fd is not None]
-            pid = jail.launch(
-                argv, network.netns, directory / ERRORS, [listener.fileno(), theirs.fileno(), *fds], limit=False
-            )
+            pid = jail.launch(argv, network.netns, directory / ERRORS, [listener.fileno(), theirs.fileno(), *fds])
             undo.pop_all()
             return pid, jail, control
 

@@ -32,6 +32,7 @@ class VmProcess(Generic[RecordT]):
         self._record = record
         self._process = proc
         self._executor = executor
+        self._tidying: asyncio.Future[None] | None = None
 
     @property
     def id(self) -> str:
@@ -65,5 +66,19 @@ class VmProcess(Generic[RecordT]):
     async def wait(self) -> int | None:
         return await self._process.wait()
 
+    def _tidy(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Do what nobody waits for, in a worker thread; ``_tidied`` waits for it."""
+        self._tidying = self._blocking(function, *arguments)
+        self._tidying.add_done_callback(_consume)
+
+    async def _tidied(self) -> None:
+        if self._tidying is not None:
+            await asyncio.wait({self._tidying})
+
     def _blocking(self, function: Callable[..., T], *arguments: Any) -> "asyncio.Future[T]":
         return asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
+
+
+def _consume(future: "asyncio.Future[None]") -> None:
+    if not future.cancelled():
+        future.exception()  # the process has died, which whoever needs it will see

@@ -196,8 +196,8 @@ async def _start(program: Path, directory: Path, disk: Path | None) -> tuple[pro
     pid = await asyncio.to_thread(daemon.start, directory, argv)
     proc = process.Process(pid)
     try:
-        await asyncio.to_thread(daemon.Record(KIND, pid, proc.start).write, directory)
-        client = await BlockdClient.connect(directory / daemon.SOCKET)
+        noted = asyncio.to_thread(daemon.Record(KIND, pid, proc.start).write, directory)
+        _, client = await asyncio.gather(noted, BlockdClient.connect(directory / daemon.SOCKET))
         status = await client.ask({"do": "status"}, CONNECT_TIMEOUT)
         return proc, client, Path(status["path"])
     except BaseException as error:

@@ -42,10 +42,19 @@ class Cell:
 
     def launch(self, argv: Sequence[str], netns: str, tap: str) -> int:
         """Start it, in a network namespace with its tap. Its pid."""
-        directory = self._directory
-        if self._jail.user is not None:
-            process.give_tap(netns, tap, self._jail.user)
-        return self._jail.launch(argv, netns, directory / ERRORS, [], lobby=directory / LOBBY, directory=directory)
+        directory, user = self._directory, self._jail.user
+
+        def first() -> None:
+            if user is not None:
+                process.give_tap(tap, user)
+
+        return self._jail.launch(
+            argv, netns, directory / ERRORS, [], lobby=directory / LOBBY, directory=directory, first=first
+        )
+
+    def limit(self) -> None:
+        """See ``Jail.limit``."""
+        self._jail.limit()
 
     def prepare(self) -> None:
         """Make the files that it needs, before it is launched."""
@@ -60,8 +69,10 @@ class Cell:
         """It answers and has nothing of a guest yet: from here on it sees only what it is given."""
         devices = [Share(Path(path)) for path in DEVICES if Path(path).exists()]
         save = self._directory / requests.SAVE
-        self._jail.enclose([*devices, Share(save, f"/{requests.SAVE}", writable=True)])
-        self.provide({requests.CONSOLE: self._console}, writable=True)
+        console = Share(self._console, f"/{requests.CONSOLE}", writable=True)
+        self._jail.enclose([*devices, Share(save, f"/{requests.SAVE}", writable=True), console])
+        if not self._jail.enclosed:
+            self.provide({requests.CONSOLE: self._console}, writable=True)
 
     def provide(self, files: Mapping[str, Path], *, writable: bool = False) -> None:
         """Let it open the host's files and devices by these names; a name that is taken is replaced."""

@@ -73,7 +73,7 @@ class FirecrackerVm(VmProcess[Record]):
         made = requests.boot(line, self.shape, self.network, self._options)
         await self._api.send_all(made, STATE_TIMEOUT)
         await self._blocking(self._note_booted, line)
-        await self._blocking(self._cell.withdraw, list(files))
+        self._tidy(self._cell.withdraw, list(files))  # read, and needed no more
 
     async def restore(self, memory: MemoryImage, state: Path, disk: Path) -> None:
         """See ``Vm``. After an error the process is of no further use: kill it."""
@@ -85,7 +85,8 @@ class FirecrackerVm(VmProcess[Record]):
         else:
             await self._load_held(memory)
         last = [*requests.limits(self._options), requests.run(True)]
-        await asyncio.gather(self._api.send_all(last), self._blocking(self._cell.withdraw, list(files)))
+        await self._api.send_all(last)
+        self._tidy(self._cell.withdraw, list(files))  # read, and needed no more
 
     async def stop(self) -> None:
         await self._api.send(requests.run(False))
@@ -153,6 +154,7 @@ class FirecrackerVm(VmProcess[Record]):
         self._api.close()
         self._process.send(signal.SIGKILL)
         await self._process.wait()
+        await self._tidied()
         try:
             if self._export is not None:
                 await self._export.close()

@@ -28,6 +28,7 @@ from aenv.vmm.firecracker.options import FirecrackerOptions
 from aenv.vmm.firecracker.record import Record
 from aenv.vmm.firecracker.vm import FirecrackerVm
 from aenv.vmm.jail import Jailer
+from aenv.vmm.jail_root import prepare_visitor
 from aenv.vmm.probe import host_cpu
 from aenv.vmm.protocol import Accelerator, Fingerprint, MachineShape, NetworkAttachment
 from aenv.vmm.vm_folders import VmFolders
@@ -77,7 +78,7 @@ class FirecrackerVmm:
         self._options = options
         self._jailer = jailer
         # Blocking work is short and mostly in the kernel; a fork of 16 should not queue behind 4 captures.
-        self._executor = ThreadPoolExecutor(max_workers=8, thread_name_prefix="vmm")
+        self._executor = ThreadPoolExecutor(32, "vmm", prepare_visitor if jailer.isolates else None)
 
     @property
     def binary(self) -> FirecrackerBinary:
@@ -99,11 +100,12 @@ class FirecrackerVmm:
         )  # fmt: skip
         vm = self._vm(vm_id, record, proc, api, cell, None)
         try:
-            saved = self._blocking(record.write, directory)
+            # While it loads its program.
+            limited, saved = self._blocking(cell.limit), self._blocking(record.write, directory)
             try:
                 await self._answering(vm, api)
             finally:
-                await saved
+                await asyncio.gather(limited, saved)
             await self._blocking(cell.enclose)
             await api.send(requests.serial())
             return vm
