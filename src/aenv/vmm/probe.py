@@ -195,9 +195,22 @@ async def watch(
     """Run a hypervisor until ``directory/console`` shows the marker, it ends, or ``timeout`` seconds brought nothing.
 
     A kernel that talks is on its way, however slow the host is: where KVM is nested or emulated a boot takes long.
+    One that talked and died is started once more: the verdict holds until the host is booted again.
     ``first`` is a limit of its own for its first words. Whether its guest came up, and a sentence about it in which
     the hypervisor is called ``name``. With ``prints_console`` the console is what it prints.
     """
+    works, reason, died = await _watch(name, argv, directory, timeout, first, prints_console)
+    if died:
+        (directory / "console").unlink(missing_ok=True)
+        works, reason, again = await _watch(name, argv, directory, timeout, first, prints_console)
+        reason = f"Tried twice. {reason}" if again else reason
+    return works, reason
+
+
+async def _watch(
+    name: str, argv: list[str], directory: Path, timeout: float, first: float | None, prints_console: bool
+) -> tuple[bool, str, bool]:
+    """``watch`` once, and whether the kernel talked and died."""
     console, errors = directory / "console", directory / "errors"
     with errors.open("wb") as log, (console if prints_console else errors).open("ab") as output:
         child = await asyncio.create_subprocess_exec(
@@ -213,15 +226,16 @@ async def watch(
             if len(seen) > length:
                 length, heard = len(seen), now
             if MARKER in seen:
-                return True, f"The guest kernel reached user space in {elapsed:.1f} s."
+                return True, f"The guest kernel reached user space in {elapsed:.1f} s.", False
             if child.returncode is not None:
                 said = (await asyncio.to_thread(_read, errors)).strip().splitlines()
-                return False, f"{name} ended after {elapsed:.1f} s: {said[-1] if said else _last(seen)}"
+                reason = f"{name} ended after {elapsed:.1f} s: {said[-1] if said else _last(seen)}"
+                return False, reason, bool(seen)
             patience = first if first is not None and not length else timeout
             if now - heard > patience or elapsed > LONGEST:
                 said = (await asyncio.to_thread(_read, errors)).strip().splitlines()
                 words = f"; {name} said: {said[0]}" if said else ""
-                return False, f"The guest kernel did not start within {elapsed:.0f} s: {_last(seen)}{words}"
+                return False, f"The guest kernel did not start within {elapsed:.0f} s: {_last(seen)}{words}", False
             await asyncio.sleep(POLL)
     finally:
         with contextlib.suppress(ProcessLookupError):
