@@ -26,11 +26,12 @@ from pathlib import Path
 
 from aenv.errors import AenvError
 from lab.disk import ensure_system, locked
-from lab.machine import LabMachine, remove_dead
+from lab.machine import LabMachine, LabPanicError, remove_dead
 from lab.prepare import ATTEMPTS, ensure_home, environment, existing_home, sync
 from lab.settings import CHECKOUT, ROOT, LabSettings
 
 LOGS = "/var/log/lab"
+CONSOLE = "console.log"  # of the lab itself
 TEST_TIMEOUT = 1800  # seconds for one test, unless it says otherwise
 
 
@@ -50,8 +51,12 @@ def _start(settings: LabSettings, name: str, *, background: bool, prepared: bool
         say("booting")
         machine.wait()
         sync(settings, machine.channel)
-    except BaseException:
-        machine.stop()
+    except BaseException as error:
+        try:
+            if isinstance(error, Exception):
+                machine.check()
+        finally:
+            machine.stop()
         raise
     return machine
 
@@ -87,24 +92,33 @@ def bench(settings: LabSettings, arguments: list[str]) -> int:
 
 
 def _with_results(settings: LabSettings, command: str, *, prepared: bool) -> int:
-    for attempt in range(1, ATTEMPTS + 1):
-        with fresh(settings, prepared=prepared) as machine:
-            try:
-                line = f"mkdir -p {LOGS} && cd {CHECKOUT} && exec {command}"
-                status = machine.channel.call(line, environment(settings))
-            finally:
-                _bring_results(settings, machine)
-            if (why := machine.panic()) is None:
-                return status
-        say(f"the lab's own kernel died, not a guest ({why}); {'once more' if attempt < ATTEMPTS else 'giving up'}")
-    return status
+    for attempt in range(1, ATTEMPTS):
+        try:
+            return _run_once(settings, command, prepared=prepared)
+        except LabPanicError as panic:
+            say(f"{panic} Once more.")
+            with contextlib.suppress(OSError):
+                shutil.copyfile(settings.results / CONSOLE, settings.results / f"panic-{attempt}.log")
+    return _run_once(settings, command, prepared=prepared)
+
+
+def _run_once(settings: LabSettings, command: str, *, prepared: bool) -> int:
+    with fresh(settings, prepared=prepared) as machine:
+        try:
+            line = f"mkdir -p {LOGS} && cd {CHECKOUT} && exec {command}"
+            status = machine.channel.call(line, environment(settings))
+        finally:
+            _bring_results(settings, machine)
+        if status != 0:
+            machine.check()
+        return status
 
 
 def _bring_results(settings: LabSettings, machine: LabMachine) -> None:
     """Report, logs of servers and machines, kernel log and console, over those of the last run."""
     results = settings.results
     # Only what a former run put there.
-    for name in ("junit.xml", "dmesg.log", "console.log", "bench.json", "pytest"):
+    for name in ("junit.xml", "dmesg.log", CONSOLE, "bench.json", "pytest"):
         path = results / name
         if path.is_dir():
             shutil.rmtree(path)
@@ -116,7 +130,7 @@ def _bring_results(settings: LabSettings, machine: LabMachine) -> None:
         names = "$(find . -type f \\( -name '*.log' -o -name '*.xml' -o -name '*.json' \\) -size -65536k)"
         machine.channel.get_tree(LOGS, names, results)
     with contextlib.suppress(OSError):
-        shutil.copyfile(machine.console, results / "console.log")
+        shutil.copyfile(machine.console, results / CONSOLE)
     say(f"report and logs are in {results}")
 
 

@@ -13,10 +13,10 @@ from lab import recipe
 from lab.channel import Channel
 from lab.disk import SystemDisk, locked, remove_replaced
 from lab.homes import FIRECRACKER_BIN, VMMS, missing
-from lab.machine import LabMachine, remove_dead
+from lab.machine import LabMachine, LabPanicError, remove_dead
 from lab.settings import CHECKOUT, ENVD, FIRECRACKER, ROOT, LabSettings
 
-ATTEMPTS = 3  # QEMU's emulation of SVM crashes the lab's kernel now and then (lab.md)
+ATTEMPTS = 3  # of what a panic of the lab's own kernel ends
 
 
 def environment(settings: LabSettings) -> dict[str, str]:
@@ -66,16 +66,19 @@ def ensure_home(settings: LabSettings, system: SystemDisk, progress: Progress) -
             try:
                 progress("preparing nodes: the lab boots, each makes its template")
                 machine.start(system.image, system.kernel, background=False)
-                made = _prepare(settings, machine, progress)
-                if (why := machine.panic()) is not None:
-                    progress(f"the lab's own kernel died: {why}")
-                    continue
-                if not made:
+                if not _prepare(settings, machine, progress):
+                    machine.check()
                     return system.image
                 machine.shut_down()
+                machine.check()
                 machine.overlay.rename(target)
                 break
             except (GuestArtifactError, OSError, subprocess.SubprocessError) as error:
+                try:
+                    machine.check()
+                except LabPanicError as panic:
+                    progress(str(panic))
+                    continue
                 progress(f"no node could be prepared: {error}")
                 return system.image
             finally:

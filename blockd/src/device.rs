@@ -208,19 +208,12 @@ pub fn open_character(device: u32) -> io::Result<File> {
 /// Bytes that the page cache of a device may hold unwritten: all of it has to be written before a file is frozen.
 const MAX_DIRTY: &str = "134217728"; // 128 MiB, a tenth of a second of memory copies
 
-/// Settings of the block layer for a disk behind which is a page cache; those that a kernel lacks are left out.
-pub fn tune(device: u32) {
-    let set = move |name: &str, value: &str| {
-        let _ = std::fs::write(format!("/sys/block/ublkb{device}/{name}"), value);
-    };
-    set("bdi/strict_limit", "1");
-    set("bdi/max_bytes", MAX_DIRTY);
-    // The kernel empties the queue for each of these, some 10 ms for which no restore should wait. A device that is gone
-    // by then is missed, and one that has its number by then is given the same.
-    std::thread::spawn(move || {
-        set("queue/scheduler", "none"); // nothing is gained by another order
-        set("queue/wbt_lat_usec", "0"); // nor by writing less at a time
-    });
+/// Bound what the page cache of a device holds, where the kernel can. Settings of its queue are the server's: the kernel
+/// empties the queue for them, which waits for this process.
+pub fn bound(device: u32) {
+    for (name, value) in [("strict_limit", "1"), ("max_bytes", MAX_DIRTY)] {
+        let _ = std::fs::write(format!("/sys/block/ublkb{device}/bdi/{name}"), value);
+    }
 }
 
 pub fn disk_path(device: u32) -> String {

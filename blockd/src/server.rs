@@ -130,7 +130,7 @@ impl Daemon {
         }
         attach(&self.queue, info.device, info.depth, info.max_io)?;
         self.control.start(info.device)?;
-        device::tune(info.device);
+        device::bound(info.device);
         Ok(())
     }
 

@@ -37,7 +37,11 @@ class Inmate:
             with theirs:
                 argv = [str(program), str(theirs.fileno())]
                 self.pid = self.jail.launch(argv, None, folder / "log", [theirs.fileno()])
+            try:
                 self.jail.limit()
+            except BaseException:
+                self.kill()
+                raise
         except BaseException:
             ours.close()
             self.jail.close()

@@ -7,7 +7,7 @@ import pytest
 
 from aenv.vmm.probe import MARKER, watch
 
-UP = f"echo '{MARKER}'; sleep 60"
+UP = f"echo '{MARKER}'; exec sleep 60"
 HANGS = "echo booting; exec sleep 60"
 DIES = "echo booting; echo Kernel panic - not syncing; exit 1"
 
@@ -37,6 +37,6 @@ async def test_what_is_concluded(tmp_path: Path, lives: list[str], works: bool, 
 
 
 async def test_a_console_of_its_own(tmp_path: Path) -> None:
-    quiet, loud = (f"({life}) > {tmp_path}/console" for life in (DIES, UP))
+    quiet, loud = (f"exec > {tmp_path}/console; {life}" for life in (DIES, UP))
     found, _ = await watch("It", program(tmp_path, quiet, loud), tmp_path, 30.0)
     assert found

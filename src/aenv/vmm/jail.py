@@ -59,20 +59,20 @@ class Jail:
         output: Path | None = None,
         lobby: Path | None = None,
         directory: Path = Path("/"),
-        first: Callable[[], None] = lambda: None,
+        before: Callable[[], None] = lambda: None,
     ) -> int:
         """Start the process; its pid. As ``process.launch``, confined but for its root, which ``enclose`` takes.
 
         ``lobby`` is a folder, made the process's own, that it finds at ``lobby_path`` until then: for a socket. It
-        works in its root, or in ``directory`` where that will be the host's. ``first`` is called in the network
-        namespace, with the server's rights. Whoever calls this calls ``limit`` too. Raises VmmError.
+        works in its root, or in ``directory`` where that will be the host's. ``before`` is called in the network
+        namespace, with the server's rights still. Whoever calls this calls ``limit`` too. Raises VmmError.
         """
         if lobby is not None and self.user is not None:
             os.chown(lobby, self.user, self.user)
             lobby.chmod(0o700)
 
         def prepare() -> None:
-            first()
+            before()
             if self._jailer.isolates:
                 self._prepare(lobby)
 

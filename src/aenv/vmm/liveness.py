@@ -2,10 +2,10 @@
 
 import asyncio
 from collections.abc import Coroutine
-from pathlib import Path
 from typing import Any, TypeVar
 
 from aenv.errors import SandboxStartError
+from aenv.vmm import process
 from aenv.vmm.protocol import Vm
 
 Result = TypeVar("Result")
@@ -40,17 +40,8 @@ async def _race(vm: Vm, task: "asyncio.Task[Result]") -> Result:
 
 def last_words(vm: Vm) -> str:
     """What is left to say why a VM ended: the ends of its guest's console and of what the VMM printed. Blocks."""
-    console = _end(vm.console)
+    console = process.tail(vm.console, QUOTED)
     said = [f"its console ends with: {console}" if console else "its console is empty"]
     if errors := vm.errors()[-QUOTED:]:
         said.append(f"the VMM said: {errors}")
     return "; ".join(said)
-
-
-def _end(log: Path) -> str:
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - QUOTED))
-            return file.read(QUOTED).decode(errors="replace").strip()
-    except OSError:
-        return ""

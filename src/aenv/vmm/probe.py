@@ -202,8 +202,8 @@ async def watch(
     works, reason, died = await _watch(name, argv, directory, timeout, first, prints_console)
     if died:
         (directory / "console").unlink(missing_ok=True)
-        works, reason, again = await _watch(name, argv, directory, timeout, first, prints_console)
-        reason = f"Tried twice. {reason}" if again else reason
+        works, reason, _ = await _watch(name, argv, directory, timeout, first, prints_console)
+        reason = reason if works else f"Tried twice. {reason}"
     return works, reason
 
 
@@ -220,6 +220,7 @@ async def _watch(
     length = 0
     try:
         while True:
+            ended = child.returncode is not None  # before a last look at what it said
             seen = await asyncio.to_thread(_read, console)
             now = time.monotonic()
             elapsed = now - began
@@ -227,7 +228,7 @@ async def _watch(
                 length, heard = len(seen), now
             if MARKER in seen:
                 return True, f"The guest kernel reached user space in {elapsed:.1f} s.", False
-            if child.returncode is not None:
+            if ended:
                 said = (await asyncio.to_thread(_read, errors)).strip().splitlines()
                 reason = f"{name} ended after {elapsed:.1f} s: {said[-1] if said else _last(seen)}"
                 return False, reason, bool(seen)

@@ -131,13 +131,13 @@ def open_tap(netns: str, name: str) -> int:
 
     def attach() -> int:
         enter_network(netns)
-        return attach_tap(name)
+        return attach_tap(netns, name)
 
     return apart(attach)
 
 
-def attach_tap(name: str) -> int:
-    """The same in this thread's own network namespace."""
+def attach_tap(netns: str, name: str) -> int:
+    """``open_tap`` in a thread that is in that network namespace already."""
     try:
         fd = os.open(TUN_DEVICE, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
@@ -148,16 +148,19 @@ def attach_tap(name: str) -> int:
             raise
         return fd
     except OSError as error:
-        raise VmmError(f"The tap device {name} cannot be used: {error}.") from error
+        raise VmmError(f"The tap device {name} of {netns} cannot be used: {error}.") from error
 
 
-def give_tap(name: str, user: int) -> None:
-    """Let a user without rights open a tap device of this thread's network namespace by its name. Raises VmmError."""
-    fd = attach_tap(name)
+def give_tap(netns: str, name: str, user: int) -> None:
+    """Let a user without rights open a tap device by its name, in a thread that is in that network namespace already.
+
+    Raises VmmError.
+    """
+    fd = attach_tap(netns, name)
     try:
         fcntl.ioctl(fd, TUNSETOWNER, user)
     except OSError as error:
-        raise VmmError(f"The tap device {name} cannot be given away: {error}.") from error
+        raise VmmError(f"The tap device {name} of {netns} cannot be given away: {error}.") from error
     finally:
         os.close(fd)
 
@@ -188,10 +191,11 @@ def end_by_argument(argument: str) -> None:
                 os.close(descriptor)
 
 
-def tail(log: Path) -> str:
-    """The end of what a process printed; empty when it printed nothing."""
-    with contextlib.suppress(OSError):
-        return log.read_text(errors="replace")[-2000:].strip()
+def tail(log: Path, limit: int = 2000) -> str:
+    """The end, at most ``limit`` bytes, of what a process printed; empty when it printed nothing."""
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - limit))
+        return file.read(limit).decode(errors="replace").strip()
     return ""
 
 

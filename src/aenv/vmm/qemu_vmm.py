@@ -162,7 +162,9 @@ class QemuVmm:
             try:
                 qmp = await QmpClient.over(control, LAUNCH_TIMEOUT)
             finally:
-                await asyncio.gather(limited, saved)
+                await asyncio.gather(limited, saved, return_exceptions=True)
+            limited.result()
+            saved.result()
             # It has loaded its program, and nothing of a guest.
             await self._blocking(self._enclose, jail, directory)
             return self._vm(vm_id, record, proc, qmp, jail)

@@ -6,10 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import structlog
+
 from aenv.vmm import process
 from aenv.vmm.protocol import MachineShape, NetworkAttachment
 from aenv.vmm.record import VmRecord
 
+log = structlog.get_logger()
 T = TypeVar("T")
 RecordT = TypeVar("RecordT", bound=VmRecord)
 
@@ -67,9 +70,15 @@ class VmProcess(Generic[RecordT]):
         return await self._process.wait()
 
     def _tidy(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Do what nobody waits for, in a worker thread; ``_tidied`` waits for it."""
+        """Do what nobody waits for, once, in a worker thread; ``_tidied`` waits for it."""
+        assert self._tidying is None
         self._tidying = self._blocking(function, *arguments)
-        self._tidying.add_done_callback(_consume)
+        self._tidying.add_done_callback(self._report)
+
+    def _report(self, tidying: "asyncio.Future[None]") -> None:
+        # Of a process that has died it cannot work.
+        if not tidying.cancelled() and (error := tidying.exception()) is not None and self.alive:
+            log.error("a VM could not be tidied up after", vm=self._id, error=str(error))
 
     async def _tidied(self) -> None:
         if self._tidying is not None:
@@ -77,8 +86,3 @@ class VmProcess(Generic[RecordT]):
 
     def _blocking(self, function: Callable[..., T], *arguments: Any) -> "asyncio.Future[T]":
         return asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
-
-
-def _consume(future: "asyncio.Future[None]") -> None:
-    if not future.cancelled():
-        future.exception()  # the process has died, which whoever needs it will see

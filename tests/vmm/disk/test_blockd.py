@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from aenv.errors import CapacityError, VmmError
-from aenv.vmm.disk import syncing
+from aenv.vmm.disk import block_device
+from aenv.vmm.disk.block_device import sync_device
 from aenv.vmm.disk.blockd import BlockdClient, BlockdRefusedError
-from aenv.vmm.disk.syncing import sync_device
 
 Answer = Callable[[dict[str, object], asyncio.StreamWriter], Awaitable[None]]
 Connect = Callable[[Answer], Awaitable[BlockdClient]]
@@ -95,7 +95,7 @@ async def test_syncing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         await sync_device(tmp_path / "missing", never)
     hold = asyncio.Event()
     loop = asyncio.get_running_loop()
-    monkeypatch.setattr(syncing, "LOOK", 0.01)
+    monkeypatch.setattr(block_device, "LOOK", 0.01)
     waiting = asyncio.run_coroutine_threadsafe
     monkeypatch.setattr(os, "fsync", lambda fd: waiting(hold.wait(), loop).result())
     try:

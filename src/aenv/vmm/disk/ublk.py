@@ -19,8 +19,8 @@ from aenv.errors import CapacityError, VmmError
 from aenv.storage import qcow2
 from aenv.vmm import process
 from aenv.vmm.disk import daemon
+from aenv.vmm.disk.block_device import sync_device, tune_device
 from aenv.vmm.disk.blockd import CONNECT_TIMEOUT, BlockdClient, BlockdRefusedError
-from aenv.vmm.disk.syncing import sync_device
 
 log = structlog.get_logger()
 
@@ -80,6 +80,7 @@ class UblkExport:
         await self._sync()  # it may become another device, which must see what this one holds
         await self._ask({"do": "grow", "size": size})
         self.path = Path((await self._ask({"do": "status"}))["path"])
+        tune_device(self.path)
 
     async def close(self) -> None:
         if self._closed:
@@ -163,6 +164,7 @@ class UblkExporter:
         except BaseException:
             await asyncio.to_thread(_remove, self._program, directory)
             raise
+        tune_device(path)
         return UblkExport(name, directory, self._program, proc, client, path)
 
     async def adopt(self, name: str, directory: Path) -> UblkExport | None:
@@ -196,8 +198,8 @@ async def _start(program: Path, directory: Path, disk: Path | None) -> tuple[pro
     pid = await asyncio.to_thread(daemon.start, directory, argv)
     proc = process.Process(pid)
     try:
-        noted = asyncio.to_thread(daemon.Record(KIND, pid, proc.start).write, directory)
-        _, client = await asyncio.gather(noted, BlockdClient.connect(directory / daemon.SOCKET))
+        await asyncio.to_thread(daemon.Record(KIND, pid, proc.start).write, directory)
+        client = await BlockdClient.connect(directory / daemon.SOCKET)
         status = await client.ask({"do": "status"}, CONNECT_TIMEOUT)
         return proc, client, Path(status["path"])
     except BaseException as error:

@@ -44,12 +44,12 @@ class Cell:
         """Start it, in a network namespace with its tap. Its pid."""
         directory, user = self._directory, self._jail.user
 
-        def first() -> None:
+        def give_tap() -> None:
             if user is not None:
-                process.give_tap(tap, user)
+                process.give_tap(netns, tap, user)
 
         return self._jail.launch(
-            argv, netns, directory / ERRORS, [], lobby=directory / LOBBY, directory=directory, first=first
+            argv, netns, directory / ERRORS, [], lobby=directory / LOBBY, directory=directory, before=give_tap
         )
 
     def limit(self) -> None:

@@ -105,7 +105,9 @@ class FirecrackerVmm:
             try:
                 await self._answering(vm, api)
             finally:
-                await asyncio.gather(limited, saved)
+                await asyncio.gather(limited, saved, return_exceptions=True)
+            limited.result()
+            saved.result()
             await self._blocking(cell.enclose)
             await api.send(requests.serial())
             return vm
