@@ -200,6 +200,26 @@ async def test_a_delta_is_in_memory_before_any_device_is_there(
         assert layer.read(1 << 20, 9) == b"over data"
 
 
+async def test_the_server_reads_consoles_while_a_delta_is_put_into_memory(
+    vmm: FirecrackerVmm, base: Path, state: Path, disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Firecracker is held meanwhile by its open of the console. The event loop must not be."""
+    delta = delta_of(tmp_path / "delta", {1 << 20: b"over data"})
+    vm = await vmm.spawn("a", SHAPE, NETWORK)
+    loop, fill, read = asyncio.get_running_loop(), FirecrackerVm._fill, list[bytes]()
+
+    async def look() -> None:
+        read.append(vm.console.read_bytes())
+
+    def fill_and_look(self: FirecrackerVm, image: MemoryImage) -> None:
+        asyncio.run_coroutine_threadsafe(look(), loop).result()
+        fill(self, image)
+
+    monkeypatch.setattr(FirecrackerVm, "_fill", fill_and_look)
+    await vm.restore(MemoryImage(base, delta), state, disk)
+    assert len(read) == 1
+
+
 async def test_a_capture_is_of_the_moment_of_its_device_state(
     vmm: FirecrackerVmm, base: Path, state: Path, disk: Path, tmp_path: Path
 ) -> None:

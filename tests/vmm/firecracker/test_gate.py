@@ -4,14 +4,16 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from aenv.errors import VmmError
 from aenv.vmm.firecracker.gate import OpenGate, StatePipe, let_go
+from tests.node.process import wait_for
 
-OPENER = "import sys; open(sys.argv[1]).close(); print('open', flush=True)"
+OPENER = "import sys; input(); open(sys.argv[1]).close(); print('open', flush=True)"
 WRITER = "import sys; open(sys.argv[1], 'wb').write(bytes(int(sys.argv[2])))"
 
 
@@ -22,16 +24,27 @@ def root() -> None:
 
 
 async def python(*arguments: str) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(sys.executable, "-c", *arguments, stdout=subprocess.PIPE)
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-c", *arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
 
 
-async def test_who_opens_the_file_waits_until_the_gate_is_closed(root: None, tmp_path: Path) -> None:
-    (file := tmp_path / "disk").touch()
-    gate = OpenGate(file)
+def descriptors() -> set[str]:
+    return {path.name for path in Path("/proc/self/fd").iterdir()}
+
+
+async def test_the_process_waits_until_the_gate_is_closed_and_others_pass(root: None, tmp_path: Path) -> None:
+    (file := tmp_path / "console").touch()
     opener = await python(OPENER, str(file))
-    await asyncio.wait_for(gate.reached_by(opener.pid), 30)
-    assert opener.stdout is not None
+    assert opener.stdin is not None and opener.stdout is not None
+    gate = OpenGate(file, opener.pid)
+    opener.stdin.write(b"\n")
+    await asyncio.wait_for(gate.reached(), 60)
     line = asyncio.create_task(opener.stdout.readline())
+    file.open("rb").close()  # this very thread, which runs the event loop
+    other = await python(OPENER, str(file))
+    await asyncio.wait_for(other.communicate(b"\n"), 60)
+    assert other.returncode == 0
     done, _ = await asyncio.wait({line}, timeout=0.1)
     assert not done
     gate.close()
@@ -40,24 +53,31 @@ async def test_who_opens_the_file_waits_until_the_gate_is_closed(root: None, tmp
     assert await opener.wait() == 0
 
 
-async def test_others_pass(root: None, tmp_path: Path) -> None:
-    (file := tmp_path / "disk").touch()
-    gate = OpenGate(file)
-    waiting = asyncio.create_task(gate.reached_by(1))
-    try:
-        for _ in range(3):
-            other = await python(OPENER, str(file))
-            assert await asyncio.wait_for(other.wait(), 30) == 0
-        assert not waiting.done()
-    finally:
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-        gate.close()
+async def test_a_gate_that_nobody_reaches(root: None, tmp_path: Path) -> None:
+    (file := tmp_path / "console").touch()
+    gate = OpenGate(file, 1)
+    waiting = asyncio.create_task(gate.reached())
+    for _ in range(3):
+        file.open("rb").close()
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    gate.close()
+
+
+async def test_gates_leave_nothing_behind(root: None, tmp_path: Path) -> None:
+    (file := tmp_path / "console").touch()
+    before = descriptors()
+    for _ in range(50):
+        OpenGate(file, 1).close()
+    wait_for(lambda: not any(thread.name == "gate" for thread in threading.enumerate()), "the gates' threads to end")
+    assert descriptors() <= before
 
 
 async def test_a_file_that_is_not_there_is_told(root: None, tmp_path: Path) -> None:
     with pytest.raises(VmmError, match="No such file"):
-        OpenGate(tmp_path / "none")
+        OpenGate(tmp_path / "none", 1)
 
 
 async def test_a_writer_waits_until_its_state_is_read(tmp_path: Path) -> None:

@@ -14,7 +14,10 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import select
 import struct
+import threading
+from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 
 from aenv.errors import VmmError
@@ -31,53 +34,74 @@ _libc.fanotify_mark.argtypes = [ctypes.c_int, ctypes.c_uint, ctypes.c_uint64, ct
 
 
 class OpenGate:
-    """Whoever opens a regular file waits: a permission event of fanotify(7), of which there are none for devices.
+    """One process waits when it opens a regular file: a permission event of fanotify(7). There are none for devices.
 
-    It opens when it is closed, and when this server dies. Made and closed anywhere, used on the event loop.
+    All others pass. A thread of its own lets them: among them is this server, which reads consoles, also on its event
+    loop. The gate opens when it is closed, and when this server dies.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Raises VmmError."""
+    def __init__(self, path: Path, pid: int) -> None:
+        """``pid`` is to wait. Raises VmmError."""
         flags = FAN_CLASS_CONTENT | FAN_CLOEXEC | FAN_NONBLOCK
-        self._fd: int = _libc.fanotify_init(flags, os.O_RDONLY | os.O_CLOEXEC | os.O_LARGEFILE)
-        if self._fd < 0 or _libc.fanotify_mark(self._fd, FAN_MARK_ADD, FAN_OPEN_PERM, AT_FDCWD, os.fsencode(path)):
+        fd: int = _libc.fanotify_init(flags, os.O_RDONLY | os.O_CLOEXEC | os.O_LARGEFILE)
+        if fd < 0 or _libc.fanotify_mark(fd, FAN_MARK_ADD, FAN_OPEN_PERM, AT_FDCWD, os.fsencode(path)):
             code = ctypes.get_errno()
-            self.close()
+            if fd >= 0:
+                os.close(fd)
             raise VmmError(
                 f"{path} cannot be watched: {os.strerror(code)}.",
                 "Restoring needs CAP_SYS_ADMIN and a kernel with CONFIG_FANOTIFY_ACCESS_PERMISSIONS.",
             )
+        self._reached: Future[None] = Future()
+        self._closing, theirs = os.pipe2(os.O_CLOEXEC)[::-1]
+        threading.Thread(target=self._serve, args=(fd, theirs, pid), daemon=True, name="gate").start()
 
-    async def reached_by(self, pid: int) -> None:
-        """Until that process waits at the gate; others pass."""
-        while True:
-            await _readable(self._fd)
-            found = False
-            with contextlib.suppress(BlockingIOError):
-                found = self._let_pass(os.read(self._fd, READ), pid)
-            if found:
-                return
+    async def reached(self) -> None:
+        """Until the process waits at the gate. On the event loop. Raises OSError when that cannot be told."""
+        await asyncio.wrap_future(self._reached)
 
-    def _let_pass(self, events: bytes, pid: int) -> bool:
-        """Answer the events of others; whether one is of ``pid``."""
-        found = False
+    def close(self) -> None:
+        """Let it pass; idempotent."""
+        if self._closing >= 0:
+            os.close(self._closing)
+            self._closing = -1
+
+    def _serve(self, fd: int, closing: int, pid: int) -> None:
+        held: list[int] = []
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        poll.register(closing, select.POLLIN)
+        try:
+            while closing not in (ready for ready, _ in poll.poll()):
+                held += _let_pass(fd, pid)
+                if held:
+                    with contextlib.suppress(InvalidStateError):  # it is known, or nobody waits for it any more
+                        self._reached.set_result(None)
+        except OSError as error:
+            with contextlib.suppress(InvalidStateError):
+                self._reached.set_exception(error)
+        finally:
+            for file in (fd, *held, closing):  # the first lets all pass
+                os.close(file)
+
+
+def _let_pass(fd: int, pid: int) -> list[int]:
+    """Answer what others than ``pid`` wait for; what the questions of that process stay open with.
+
+    The kernel knows a question by its descriptor's number, which must not be another's meanwhile.
+    """
+    held = []
+    with contextlib.suppress(BlockingIOError):
+        events = os.read(fd, READ)
         while events:
             length, _, _, _, _, file, opener = EVENT.unpack_from(events)
             events = events[length:]
-            if file < 0:
-                continue
-            if opener == pid:
-                found = True
-            else:
-                os.write(self._fd, struct.pack("=iI", file, FAN_ALLOW))
-            os.close(file)
-        return found
-
-    def close(self) -> None:
-        """Let all pass; idempotent."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+            if file >= 0 and opener == pid:
+                held.append(file)
+            elif file >= 0:
+                os.write(fd, struct.pack("=iI", file, FAN_ALLOW))
+                os.close(file)
+    return held
 
 
 class StatePipe:

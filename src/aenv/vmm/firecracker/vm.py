@@ -224,10 +224,10 @@ class FirecrackerVm(VmProcess[Record]):
 
     async def _load_held(self, memory: MemoryImage) -> None:
         """Load, and put the delta into memory before there is a device that uses it."""
-        gate = await self._blocking(lambda: OpenGate(self._cell.outside(requests.CONSOLE, self.pid)))
+        gate = await self._blocking(lambda: OpenGate(self._cell.outside(requests.CONSOLE, self.pid), self.pid))
         loading = asyncio.create_task(self._api.send(requests.load(self.network), HELD_TIMEOUT))
         try:
-            await _first(gate.reached_by(self.pid), loading)
+            await _first(gate.reached(), loading)
             filled = self._blocking(self._fill, memory)
             try:
                 await asyncio.shield(filled)
