@@ -5,7 +5,9 @@ import shutil
 import socket
 import stat
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ import pytest
 from aenv.errors import VmmError
 from aenv.vmm import jail_calls, process
 from aenv.vmm.jail import Jailer
-from aenv.vmm.jail_root import Share
+from aenv.vmm.jail_root import Share, prepare_visitor
 from aenv.vmm.jail_settings import JailSettings
 from aenv.vmm.jail_users import Users
 from tests.vmm import inmate
@@ -225,6 +227,23 @@ def test_files_come_and_go_while_it_runs(launch: Launch, tmp_path: Path) -> None
     guest.kill()
     with pytest.raises(VmmError, match="gone"):
         jail.provide([Share(one)])
+
+
+def test_a_visitor_whose_directories_are_shared_sends_another(launch: Launch, tmp_path: Path) -> None:
+    (disk := tmp_path / "disk").write_text("disk")
+    guest, leave = launch("guest"), threading.Event()
+
+    def visit() -> None:
+        (friend := threading.Thread(target=leave.wait)).start()  # it has what the thread that started it has
+        try:
+            guest.jail.provide([Share(disk, "/disk")])
+        finally:
+            leave.set()
+            friend.join()
+
+    with ThreadPoolExecutor(1, initializer=prepare_visitor) as executor:
+        executor.submit(visit).result()
+    assert guest.ask("read /disk") == "ok"
 
 
 def test_it_is_found_again(launch: Launch, jailer: Jailer, tmp_path: Path) -> None:

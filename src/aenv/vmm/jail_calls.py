@@ -119,9 +119,21 @@ def set_dumpable(value: int) -> None:
     _prctl(PR_SET_DUMPABLE, value, "PR_SET_DUMPABLE")
 
 
+class SharedDirectoriesError(OSError):
+    """Another thread has the root and working directory of this one, which can enter no mount namespace then."""
+
+
 def enter_mounts(namespace: int) -> None:
-    """Enter a mount namespace by its descriptor; root and working directory become its root."""
-    _check(_quick.setns(namespace, CLONE_NEWNS), "entering a mount namespace")
+    """Enter a mount namespace by its descriptor; root and working directory become its root.
+
+    Raises SharedDirectoriesError where a thread that this one has started still runs.
+    """
+    try:
+        _check(_quick.setns(namespace, CLONE_NEWNS), "entering a mount namespace")
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            raise SharedDirectoriesError(error.errno, str(error.strerror)) from error
+        raise
 
 
 def mount_tmpfs(target: str, flags: int, options: str) -> None:

@@ -241,7 +241,9 @@ class Visitors:
 
         try:
             if getattr(_visitor, "prepared", False):
-                return visit()
+                # One that this thread has started may not quite have ended.
+                with contextlib.suppress(calls.SharedDirectoriesError):
+                    return visit()
             return self._threads.submit(visit).result()
         except (ProcessLookupError, FileNotFoundError) as error:
             raise VmmError(f"Process {pid} is gone.") from error

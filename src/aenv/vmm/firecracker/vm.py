@@ -224,7 +224,7 @@ class FirecrackerVm(VmProcess[Record]):
 
     async def _load_held(self, memory: MemoryImage) -> None:
         """Load, and put the delta into memory before there is a device that uses it."""
-        gate = await self._blocking(lambda: OpenGate(self._cell.outside(requests.CONSOLE, self.pid), self.pid))
+        gate = OpenGate(self._cell.outside(requests.CONSOLE, self.pid), self.pid)
         loading = asyncio.create_task(self._api.send(requests.load(self.network), HELD_TIMEOUT))
         try:
             await _first(gate.reached(), loading)
