@@ -14,7 +14,7 @@ from lab.channel import Channel
 from lab.disk import SystemDisk, locked, remove_replaced
 from lab.homes import FIRECRACKER_BIN, VMMS, missing
 from lab.machine import LabMachine, LabPanicError, remove_dead
-from lab.settings import CHECKOUT, ENVD, FIRECRACKER, ROOT, LabSettings
+from lab.settings import CHECKOUT, ENVD, FIRECRACKER, GUEST_CACHE, ROOT, LabSettings
 
 ATTEMPTS = 3  # of what a panic of the lab's own kernel ends
 
@@ -23,6 +23,7 @@ def environment(settings: LabSettings) -> dict[str, str]:
     """Variables of programs in the lab."""
     columns = str(shutil.get_terminal_size((120, 40)).columns)
     found = {"AENV_LAB": "1", "PYTHONUNBUFFERED": "1", "LANG": "C.UTF-8", "COLUMNS": columns}
+    found["AENV_TEST_ARTIFACTS"] = str(GUEST_CACHE / "artifacts")  # without a network no kernel can be fetched
     if settings.firecracker is not None:
         found[FIRECRACKER_BIN] = str(FIRECRACKER / settings.firecracker.name)
     return found

@@ -130,7 +130,7 @@ async def test_writes_wait_while_the_disk_of_the_host_is_full(bench: Bench, smal
 
         writing = asyncio.create_task(asyncio.to_thread(fill))
         await asyncio.wait({writing}, timeout=0)  # it has begun
-        guest.write(0, dice.randbytes(MIB))  # so that there is something to sync
+        guest.write(8 * MIB, bytes(range(256)) * 16)  # so that there is something to sync
         with pytest.raises(CapacityError):
             while True:  # what the page cache has taken does not fit: to freeze it must fail
                 await export.rebase(small / f"{os.urandom(4).hex()}.qcow2")
