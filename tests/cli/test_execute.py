@@ -16,6 +16,8 @@ import pytest
 from tests.cli.conftest import AENV, TIMEOUT, Run, Spawn, finished
 from tests.node.process import wait_for
 
+INTERRUPTIBLE = ["env", "--default-signal=INT"]  # jobs that a shell runs in the background ignore it, tests as well
+
 # -- exec
 
 
@@ -84,7 +86,7 @@ def test_an_interrupted_command_ends_in_the_sandbox_too(
 ) -> None:
     mark = f"marked-{number}"
     child = subprocess.Popen(
-        [AENV, "exec", sandbox, f"exec -a {mark} sleep 1000"],
+        [*INTERRUPTIBLE, AENV, "exec", sandbox, f"exec -a {mark} sleep 1000"],
         env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
     )  # fmt: skip
     wait_for(lambda: mark in aenv("exec", sandbox, "ps", "-eo", "args").stdout, "the command to run")
@@ -224,15 +226,19 @@ def test_what_cannot_be_copied(
 @contextmanager
 def forwarding(environment: dict[str, str], *arguments: str) -> Iterator[list[str]]:
     """``aenv port-forward`` until the block is left; the local places."""
-    child = subprocess.Popen([AENV, "port-forward", *arguments], env=environment, stderr=subprocess.PIPE, text=True)
+    argv = [*INTERRUPTIBLE, AENV, "port-forward", *arguments]
+    child = subprocess.Popen(argv, env=environment, stderr=subprocess.PIPE, text=True)
     assert child.stderr is not None
     try:
         count = sum(bool(re.fullmatch(r"[\d:]+", word)) for word in arguments)
         yield [child.stderr.readline().split(" -> ")[0] for _ in range(count)]
     finally:
         child.send_signal(signal.SIGINT)
-        assert child.wait(TIMEOUT) == 130
-        child.stderr.close()
+        try:
+            assert child.wait(TIMEOUT) == 130
+        finally:
+            child.kill()
+            child.stderr.close()
 
 
 def test_http_and_anything_else(aenv: Run, environment: dict[str, str], sandbox: str) -> None:
