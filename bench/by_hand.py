@@ -1,7 +1,7 @@
 """The raw operations, by hand: QEMU started and driven over QMP with plain blocking sockets, no platform code.
 
 Only the command line comes from the platform (a snapshot loads into the same virtual hardware alone), and the network
-namespaces, whose making is not timed.
+namespaces, whose making is not timed, and where a sparse file has data.
 """
 
 import itertools
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from aenv.vmm import qemu_command
+from aenv.vmm.memory import data_of
 from aenv.vmm.protocol import MachineShape, NetworkAttachment
 
 PAGE = 4096
@@ -145,6 +146,9 @@ class RawVm:
         self.ask("blockdev-snapshot-sync", snapshot_of_disk(self.disk))
         return frozen
 
+    def resume(self) -> None:
+        self.tell("cont")
+
     def kill(self) -> None:
         self._lines.close()
         self._socket.close()
@@ -167,15 +171,9 @@ def snapshot_of_disk(overlay: Path) -> dict[str, Any]:
 def merge_memory(delta: Path, memory: Path) -> None:
     """Write what the sparse file ``delta`` holds into ``memory``, at the same places."""
     with delta.open("rb") as source, memory.open("r+b") as target:
-        size, at = os.fstat(source.fileno()).st_size, 0
-        while at < size:
-            try:
-                at = os.lseek(source.fileno(), at, os.SEEK_DATA)
-            except OSError:  # ENXIO: only a hole is left
-                return
-            end = os.lseek(source.fileno(), at, os.SEEK_HOLE)
-            os.pwrite(target.fileno(), os.pread(source.fileno(), end - at, at), at)
-            at = end
+        for first, after in zip(*data_of(delta), strict=True):
+            at, size = int(first) * PAGE, int(after - first) * PAGE
+            os.pwrite(target.fileno(), os.pread(source.fileno(), size, at), at)
 
 
 def first_answer(host: str, port: int, request: bytes, timeout: float = 30.0) -> bytes:

@@ -164,24 +164,12 @@ class Bench:
             until_answer(slot)
             run_command(slot.host_address, ENVD_PORT, CHANGES)
             self._new_files(self.raw_folder / "state", self.raw_folder / "delta")
-            return self._captured_raw(vm)
+            started = time.perf_counter()
+            vm.capture(self.raw_folder / "state", self.raw_folder / "delta")
+            vm.resume()
+            return milliseconds(started)
         finally:
             vm.kill()
-
-    def _captured_raw(self, vm: Raw) -> float:
-        started = time.perf_counter()
-        self._save_raw(vm)
-        self._continue_raw(vm)
-        return milliseconds(started)
-
-    def _save_raw(self, vm: Raw) -> None:
-        vm.capture(self.raw_folder / "state", self.raw_folder / "delta")
-
-    def _continue_raw(self, vm: Raw) -> None:
-        if isinstance(vm, RawFirecracker):
-            vm.resume()
-        else:
-            vm.tell("cont")
 
     def fork_raw(self, snapshot: RawSnapshot) -> float:
         """Children have the source's memory: what differs is merged into a copy of the base that is made before.
@@ -202,9 +190,9 @@ class Bench:
             until_answer(self.slots[-1])
             self._new_files(self.raw_folder / "state", self.raw_folder / "delta")
             started = time.perf_counter()
-            self._save_raw(source)
+            source.capture(self.raw_folder / "state", self.raw_folder / "delta")
             frozen = source.freeze_disk()
-            self._continue_raw(source)
+            source.resume()
             merge_memory(self.raw_folder / "delta", memory)
             with ThreadPoolExecutor(CHILDREN) as executor:
                 list(executor.map(child, self.slots[:CHILDREN], [frozen] * CHILDREN))

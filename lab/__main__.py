@@ -31,7 +31,6 @@ from lab.prepare import ATTEMPTS, ensure_home, environment, existing_home, sync
 from lab.settings import CHECKOUT, ROOT, LabSettings
 
 LOGS = "/var/log/lab"
-CONSOLE = "console.log"  # of the lab itself
 TEST_TIMEOUT = 1800  # seconds for one test, unless it says otherwise
 
 
@@ -97,8 +96,8 @@ def _with_results(settings: LabSettings, command: str, *, prepared: bool) -> int
             return _run_once(settings, command, prepared=prepared)
         except LabPanicError as panic:
             say(f"{panic} Once more.")
-            with contextlib.suppress(OSError):
-                shutil.copyfile(settings.results / CONSOLE, settings.results / f"panic-{attempt}.log")
+            settings.results.mkdir(parents=True, exist_ok=True)
+            (settings.results / f"panic-{attempt}.log").write_text(panic.console)
     return _run_once(settings, command, prepared=prepared)
 
 
@@ -118,7 +117,7 @@ def _bring_results(settings: LabSettings, machine: LabMachine) -> None:
     """Report, logs of servers and machines, kernel log and console, over those of the last run."""
     results = settings.results
     # Only what a former run put there.
-    for name in ("junit.xml", "dmesg.log", CONSOLE, "bench.json", "pytest"):
+    for name in ("junit.xml", "dmesg.log", machine.console.name, "bench.json", "pytest"):
         path = results / name
         if path.is_dir():
             shutil.rmtree(path)
@@ -130,7 +129,7 @@ def _bring_results(settings: LabSettings, machine: LabMachine) -> None:
         names = "$(find . -type f \\( -name '*.log' -o -name '*.xml' -o -name '*.json' \\) -size -65536k)"
         machine.channel.get_tree(LOGS, names, results)
     with contextlib.suppress(OSError):
-        shutil.copyfile(machine.console, results / CONSOLE)
+        shutil.copyfile(machine.console, results / machine.console.name)
     say(f"report and logs are in {results}")
 
 

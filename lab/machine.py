@@ -38,6 +38,10 @@ class LabError(GuestArtifactError):
 class LabPanicError(LabError):
     """The lab's own kernel died. QEMU's emulation of SVM does that to it now and then (docs/internals/lab.md)."""
 
+    def __init__(self, said: str, console: str) -> None:
+        super().__init__(f"The lab's own kernel died, not a guest: {said}.", hint="Run it again.")
+        self.console = console
+
 
 @dataclass(frozen=True, slots=True)
 class LabMachine:
@@ -128,12 +132,10 @@ class LabMachine:
     def check(self) -> None:
         """Raises LabPanicError where the lab's kernel has died."""
         with contextlib.suppress(OSError):
-            for line in self.console.read_text(errors="replace").splitlines():
+            console = self.console.read_text(errors="replace")
+            for line in console.splitlines():
                 if PANIC in line:
-                    said = line[line.index(PANIC) :]
-                    raise LabPanicError(
-                        f"The lab's own kernel died, not a guest: {said}.", hint="Run it again; its console was kept."
-                    )
+                    raise LabPanicError(line[line.index(PANIC) :], console)
 
     def _last_words(self, name: str) -> str:
         with contextlib.suppress(OSError):

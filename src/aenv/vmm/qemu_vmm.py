@@ -29,6 +29,7 @@ from aenv.vmm.qemu import ERRORS, STATE, QemuVm
 from aenv.vmm.qemu_record import Record
 from aenv.vmm.qmp import QmpClient
 from aenv.vmm.vm_folders import VmFolders
+from aenv.vmm.vm_process import beside
 
 log = structlog.get_logger()
 
@@ -159,12 +160,7 @@ class QemuVmm:
         try:
             # While it loads its program.
             limited, saved = self._blocking(jail.limit), self._blocking(record.write, directory)
-            try:
-                qmp = await QmpClient.over(control, LAUNCH_TIMEOUT)
-            finally:
-                await asyncio.gather(limited, saved, return_exceptions=True)
-            limited.result()
-            saved.result()
+            qmp = await beside(QmpClient.over(control, LAUNCH_TIMEOUT), limited, saved)
             # It has loaded its program, and nothing of a guest.
             await self._blocking(self._enclose, jail, directory)
             return self._vm(vm_id, record, proc, qmp, jail)

@@ -1,7 +1,7 @@
 """What every VM that is a process of its own has, whatever runs in it; the rest is its hypervisor's."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -15,6 +15,17 @@ from aenv.vmm.record import VmRecord
 log = structlog.get_logger()
 T = TypeVar("T")
 RecordT = TypeVar("RecordT", bound=VmRecord)
+
+
+async def beside(work: Awaitable[T], *others: "asyncio.Future[None]") -> T:
+    """The result of ``work`` when ``others`` have come to their ends too. Its error goes before theirs."""
+    try:
+        result = await work
+    finally:
+        await asyncio.gather(*others, return_exceptions=True)
+    for other in others:
+        other.result()
+    return result
 
 
 class VmProcess(Generic[RecordT]):

@@ -79,8 +79,9 @@ class UblkExport:
     async def grow(self, size: int) -> None:
         await self._sync()  # it may become another device, which must see what this one holds
         await self._ask({"do": "grow", "size": size})
-        self.path = Path((await self._ask({"do": "status"}))["path"])
-        tune_device(self.path)
+        before, self.path = self.path, Path((await self._ask({"do": "status"}))["path"])
+        if self.path != before:
+            tune_device(self.path)
 
     async def close(self) -> None:
         if self._closed:

@@ -32,6 +32,7 @@ from aenv.vmm.jail_root import prepare_visitor
 from aenv.vmm.probe import host_cpu
 from aenv.vmm.protocol import Accelerator, Fingerprint, MachineShape, NetworkAttachment
 from aenv.vmm.vm_folders import VmFolders
+from aenv.vmm.vm_process import beside
 
 log = structlog.get_logger()
 
@@ -102,12 +103,7 @@ class FirecrackerVmm:
         try:
             # While it loads its program.
             limited, saved = self._blocking(cell.limit), self._blocking(record.write, directory)
-            try:
-                await self._answering(vm, api)
-            finally:
-                await asyncio.gather(limited, saved, return_exceptions=True)
-            limited.result()
-            saved.result()
+            await beside(self._answering(vm, api), limited, saved)
             await self._blocking(cell.enclose)
             await api.send(requests.serial())
             return vm
