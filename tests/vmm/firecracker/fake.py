@@ -146,7 +146,10 @@ def main() -> None:
 
 def answered(link: socket.socket, stream: BinaryIO, fake: Fake) -> bool:
     """Read a request and answer it; False when the connection has ended."""
-    line = stream.readline()
+    try:
+        line = stream.readline()
+    except ConnectionResetError:  # it was closed with an answer unread
+        line = b""
     if not line:
         return False
     method, path, _ = line.decode().split()
